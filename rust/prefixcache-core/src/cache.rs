@@ -68,8 +68,9 @@ impl<S> PrefixCache<S> {
         PrefixCache { store, home, hints: None }
     }
 
-    /// The cache over a pool that stands for its own.
-    pub(crate) fn map_store<T>(self, store: impl FnOnce(S) -> T) -> PrefixCache<T> {
+    /// The cache over a handle that `store` makes of its own.
+    #[doc(hidden)]
+    pub fn map_store<T>(self, store: impl FnOnce(S) -> T) -> PrefixCache<T> {
         let Self { store: own, home, hints } = self;
         PrefixCache { store: store(own), home, hints }
     }
@@ -261,13 +262,7 @@ impl<S: BlockStore> PrefixCache<S> {
     /// comes first. Once in a cache's life, before anything else is cached, and for one writer.
     pub fn keep_events(&mut self) -> Result<EventReader, ListenError> {
         let block_size = self.block_size();
-        let writer = self.store.one_writer_mut().ok_or_else(|| {
-            InvalidArgument::new(
-                "threads",
-                "must be \"single_writer\": the changes of several writers have no order",
-            )
-        })?;
-        writer.keep_events(block_size)
+        self.store.keep_events(block_size)
     }
 
     /// Forgets everything cached, in constant time. Sequences keep their blocks and publish no more.
@@ -336,21 +331,17 @@ impl<S: BlockStore> PrefixCache<S> {
     ) -> Result<usize, ListenError> {
         kept.iter().try_for_each(|block| self.check_group(block.key.group))?;
         let is_durable = weights::is_of_content(&self.weights_name());
-        let Some(writer) = self.store.one_writer_mut() else {
-            let reason = "must be single_writer for a cache that is kept in a file";
-            return Err(InvalidArgument::new("threads", reason).into());
-        };
         if !is_durable {
             store.cleared();
         }
         let mut kept = if is_durable { kept.to_vec() } else { Vec::new() };
-        let most = self.hints.as_ref().map(|hints| hints.budget(writer.num_blocks()));
+        let most = self.hints.as_ref().map(|hints| hints.budget(self.store.num_blocks()));
         retention::end_kept(&mut kept, most);
-        let restored = writer.keep_in(store, &kept)?;
+        let restored = self.store.keep_in(store, &kept)?;
         if let Some(hints) = &mut self.hints {
-            hints.adopt(writer, &kept);
+            hints.adopt(&mut self.store, &kept);
         }
-        writer.set_durable(is_durable);
+        self.store.set_durable(is_durable);
         Ok(restored)
     }
 
@@ -362,11 +353,8 @@ impl<S: BlockStore> PrefixCache<S> {
         hit_tokens: usize,
         most: usize,
     ) -> Result<bool, CacheError> {
-        let Some(writer) = self.store.one_writer() else {
-            return Ok(false);
-        };
         let keys = self.needed_keys(self.asked_hashes(sequence, hit_tokens)?);
-        Ok(writer.reads_first(keys.into_iter(), most))
+        Ok(self.store.reads_first(keys.into_iter(), most))
     }
 
     /// Sets the number of blocks as [`BlockStore::resize`] does.

@@ -36,15 +36,15 @@ use std::collections::HashMap;
 use std::iter;
 use std::time::Duration;
 
-use crate::backing::KeptHint;
+use crate::backing::{BackingStore, KeptBlock, KeptHint};
 use crate::band::Band;
 use crate::clock::Clock;
-use crate::error::{Broken, Exhausted, InvalidArgument, Misuse, ResizeError, require};
-use crate::events::{BlockTokens, EventLog};
+use crate::error::{Broken, Exhausted, InvalidArgument, ListenError, Misuse, ResizeError, require};
+use crate::events::{BlockTokens, EventLog, EventReader};
 pub use crate::id::BlockKey;
 use crate::id::{BlockId, Epoch, MAX_BLOCKS};
 use crate::policy::{EvictionPolicy, Queue, ReuseQueue, Tick};
-use crate::pool::Writer;
+use crate::sync::Arc;
 
 /// Copies of a key that are found one after the other before free ones are taken out of the index.
 pub const MAX_COPIES: usize = if cfg!(loom) { 2 } else { 32 };
@@ -331,6 +331,11 @@ pub trait Lookup: sealed::Sealed {
     fn stats(&self) -> StoreStats;
 }
 
+fn needs_one_writer(reason: &str) -> ListenError {
+    let reason = format!("must be \"single_writer\": {reason}");
+    InvalidArgument::new("threads", reason).into()
+}
+
 /// A pool that other threads may look at while it changes.
 pub trait WithReaders: BlockStore {
     /// The pool for other threads.
@@ -500,14 +505,29 @@ pub trait BlockStore: Lookup {
         self.clock().set(now);
     }
 
-    /// This, where it is the pool that one thread writes to.
-    fn one_writer(&self) -> Option<&Writer> {
-        None
+    /// Reports to the reader, from now on, blocks of `block_size` tokens that can be found and cannot any more.
+    /// What another process has kept comes first. Once in a pool's life, before anything else is cached, and for one
+    /// writer, whose changes have an order.
+    fn keep_events(&mut self, _block_size: usize) -> Result<EventReader, ListenError> {
+        Err(needs_one_writer("the changes of several writers have no order"))
     }
 
-    /// The same, to change.
-    fn one_writer_mut(&mut self) -> Option<&mut Writer> {
-        None
+    /// Restores the content that `store` has kept, in the order of eviction, and reports to it from now on.
+    ///
+    /// Once in a pool's life, before its first use, and for one writer. All or nothing: it fails for a block that the
+    /// pool does not have or that is listed twice. Returns how many blocks were restored.
+    fn keep_in(
+        &mut self,
+        _store: Arc<dyn BackingStore>,
+        _kept: &[KeptBlock],
+    ) -> Result<usize, ListenError> {
+        Err(needs_one_writer("what several writers publish is kept in no file"))
+    }
+
+    /// Whether more than `most` of the blocks that hold these `keys` are still to be read before they can be hit:
+    /// see [`BackingStore::reads_first`].
+    fn reads_first(&self, _keys: impl Iterator<Item = BlockKey>, _most: usize) -> bool {
+        false
     }
 
     /// [`lookup`](Lookup::lookup) of a key that was registered with `held`, which the caller holds: no look into the

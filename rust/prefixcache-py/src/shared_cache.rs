@@ -76,7 +76,7 @@ impl Cache {
             }
             Threads::Shared => {
                 let cache = builder.build(MultiWriter::shared(pool)?)?;
-                let make = move || Core::from(cache.clone());
+                let make = move || cache.clone().map_store(AnyWriter::Many);
                 (make().reader(), Writer::many("the cache", make))
             }
         };

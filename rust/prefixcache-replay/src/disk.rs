@@ -4,6 +4,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::ptr::NonNull;
 
+use prefixcache_core::BlockStore;
 use prefixcache_core::error::ListenError;
 use prefixcache_core::id::{BlockHash, BlockKey, GroupId};
 use prefixcache_core::{Lookup, Writer};

@@ -3,11 +3,11 @@
 use std::time::Duration;
 
 use super::{MultiReader, MultiWriter};
+use crate::backing::{BackingStore, KeptBlock};
 use crate::band::Band;
-use crate::cache::PrefixCache;
 use crate::clock::Clock;
 use crate::error::{Broken, Exhausted, InvalidArgument, ListenError, Misuse, ResizeError};
-use crate::events::EventLog;
+use crate::events::{EventLog, EventReader};
 use crate::evictions::{Eviction, ReuseGaps};
 use crate::id::{BlockId, Epoch};
 use crate::policy::{Queue, ReuseQueue};
@@ -16,6 +16,7 @@ use crate::store::sealed::Sealed;
 use crate::store::{
     BlockKey, BlockStore, HintedChange, Lookup, Marks, Moves, Registration, StoreStats, WithReaders,
 };
+use crate::sync::Arc;
 
 /// One of a pool's two forms.
 #[derive(Clone, Debug)]
@@ -126,7 +127,7 @@ impl<O: BlockStore, M: BlockStore> BlockStore for Either<O, M> {
 
     forward! {
         either, &self:
-        fn one_writer() -> Option<&Writer>;
+        fn reads_first(keys: impl Iterator<Item = BlockKey>, most: usize) -> bool;
         fn lookup_held(key: &BlockKey, held: BlockId) -> Option<BlockId>;
         fn key_of(block: BlockId) -> BlockKey;
         fn band(key: &BlockKey) -> Option<Band>;
@@ -142,7 +143,8 @@ impl<O: BlockStore, M: BlockStore> BlockStore for Either<O, M> {
 
     forward! {
         either, &mut self:
-        fn one_writer_mut() -> Option<&mut Writer>;
+        fn keep_events(block_size: usize) -> Result<EventReader, ListenError>;
+        fn keep_in(store: Arc<dyn BackingStore>, kept: &[KeptBlock]) -> Result<usize, ListenError>;
         fn take_hinted_change() -> Option<HintedChange>;
         fn keep_tokens(block: BlockId, tokens: crate::backing::BlockTokens<'_>);
         fn keep_hint(block: BlockId, band: Band, hint: crate::backing::KeptHint);
@@ -166,11 +168,5 @@ impl AnyReader {
         pub fn reuse_gaps() -> ReuseGaps;
         /// See [`MultiPool::map`](super::MultiPool::map).
         pub fn map(cells: usize, age_bounds: &[Duration]) -> Result<BlockMap, InvalidArgument>;
-    }
-}
-
-impl From<PrefixCache<MultiWriter>> for PrefixCache<AnyWriter> {
-    fn from(cache: PrefixCache<MultiWriter>) -> Self {
-        cache.map_store(AnyWriter::Many)
     }
 }

@@ -12,9 +12,8 @@ use crate::store::{BlockKey, BlockStore, Lookup, Registration};
 use crate::sync::Arc;
 
 impl Writer {
-    /// Reports to the reader, from now on, blocks of `block_size` tokens that can be found and cannot any more.
-    /// What another process has kept comes first. Once in a pool's life, before anything else is cached.
-    pub fn keep_events(&mut self, block_size: usize) -> Result<EventReader, ListenError> {
+    /// See [`BlockStore::keep_events`].
+    pub(super) fn report_events(&mut self, block_size: usize) -> Result<EventReader, ListenError> {
         let is_new = self.pool.counters.allocations.get() == 0 && self.journal.backing.is_some();
         if self.cached > 0 && !is_new {
             return Err(ListenError::Late);
@@ -27,11 +26,8 @@ impl Writer {
         Ok(reader)
     }
 
-    /// Restores the content that `store` has kept, in the order of eviction, and reports to it from now on.
-    ///
-    /// Once in a pool's life and before its first use. All or nothing: it fails for a block that the pool does not
-    /// have or that is listed twice. Returns how many blocks were restored.
-    pub fn keep_in(
+    /// See [`BlockStore::keep_in`].
+    pub(super) fn restore_from(
         &mut self,
         store: Arc<dyn BackingStore>,
         kept: &[KeptBlock],
@@ -56,14 +52,6 @@ impl Writer {
         debug_assert!(outcome.is_ok(), "a reference was lost: {outcome:?}");
         self.settle();
         Ok(restored.len())
-    }
-
-    /// Whether more than `most` of the blocks that hold these `keys` are still to be read before they can be hit:
-    /// see [`BackingStore::reads_first`].
-    pub fn reads_first(&self, keys: impl Iterator<Item = BlockKey>, most: usize) -> bool {
-        let mut blocks = keys.filter_map(|key| self.lookup(&key));
-        let backing = self.journal.backing.as_ref();
-        backing.is_some_and(|backing| backing.reads_first(&mut blocks, most))
     }
 
     fn check_kept(&self, kept: &[KeptBlock]) -> Result<(), ListenError> {

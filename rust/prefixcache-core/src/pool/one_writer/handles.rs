@@ -4,12 +4,12 @@ use std::time::Duration;
 
 use super::block::Block;
 use super::{BlockPool, Ordering::Relaxed, Reader, Writer};
-use crate::backing::{BlockTokens, KeptHint};
+use crate::backing::{BackingStore, BlockTokens, KeptBlock, KeptHint};
 use crate::band::Band;
 use crate::class::{Class, Destination};
 use crate::clock::Clock;
 use crate::error::{Broken, Exhausted, InvalidArgument, ListenError, Misuse, ResizeError};
-use crate::events::EventLog;
+use crate::events::{EventLog, EventReader};
 use crate::evictions::{Cause, Eviction, EvictionLog, ReuseGaps};
 use crate::id::{BlockId, Epoch};
 use crate::policy::{Queue, ReuseQueue};
@@ -189,7 +189,25 @@ impl BlockStore for Writer {
         self.journal.hinted.pop_front()
     }
 
-    // What observers learn besides.
+    // Observers, and what they learn besides.
+
+    fn keep_events(&mut self, block_size: usize) -> Result<EventReader, ListenError> {
+        self.report_events(block_size)
+    }
+
+    fn keep_in(
+        &mut self,
+        store: Arc<dyn BackingStore>,
+        kept: &[KeptBlock],
+    ) -> Result<usize, ListenError> {
+        self.restore_from(store, kept)
+    }
+
+    fn reads_first(&self, keys: impl Iterator<Item = BlockKey>, most: usize) -> bool {
+        let mut blocks = keys.filter_map(|key| self.lookup(&key));
+        let backing = self.journal.backing.as_ref();
+        backing.is_some_and(|backing| backing.reads_first(&mut blocks, most))
+    }
 
     fn event_log(&self) -> Option<&EventLog> {
         self.journal.events.as_ref()
@@ -214,14 +232,6 @@ impl BlockStore for Writer {
     }
 
     // Looking.
-
-    fn one_writer(&self) -> Option<&Writer> {
-        Some(self)
-    }
-
-    fn one_writer_mut(&mut self) -> Option<&mut Writer> {
-        Some(self)
-    }
 
     #[inline]
     fn lookup_held(&self, key: &BlockKey, held: BlockId) -> Option<BlockId> {

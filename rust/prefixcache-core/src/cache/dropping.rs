@@ -204,6 +204,38 @@ impl<S: BlockStore> PrefixCache<S> {
         Ok(count)
     }
 
+    /// Gives back the blocks of slots behind the first `upto[i]` tokens, which were appended and not used: of guesses
+    /// that were refused, or of a step that failed. Returns how many there were.
+    pub fn revert_slots(
+        &mut self,
+        sequences: &mut [&mut Sequence],
+        upto: &[usize],
+    ) -> Result<usize, CacheError> {
+        self.check_committed(sequences)?;
+        check_len("upto", upto.len(), sequences.len())?;
+        let size = self.block_size();
+        for (index, (sequence, &upto)) in sequences.iter().zip(upto).enumerate() {
+            let least = sequence.num_filled().max(sequence.num_hits());
+            require(upto >= least, Argument::element("upto", index), || {
+                format!("must be at least {least}, the tokens whose KV is there, not {upto}")
+            })?;
+        }
+        let mut count = 0;
+        for (sequence, &upto) in sequences.iter_mut().zip(upto) {
+            let Some(holding) = &mut sequence.holding else { continue };
+            for table in &mut holding.tables {
+                let kept = upto.div_ceil(size).max(table.first).min(table.blocks.len());
+                let unused: Vec<_> = table.held(kept..table.blocks.len()).rev().collect();
+                table.blocks.truncate(kept);
+                count += unused.len();
+                self.store.release(&unused)?;
+            }
+            holding.num_slots = holding.num_slots.min(upto);
+            holding.num_ready = holding.num_ready.min(upto);
+        }
+        Ok(count)
+    }
+
     /// Pins what the sequences' anchors need, as far as it was published and is held; the end of what was
     /// published is an anchor too. To be called before the release of a request that ended well.
     /// Returns how many pins are new.

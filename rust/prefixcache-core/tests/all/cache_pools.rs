@@ -363,3 +363,27 @@ fn a_head_that_is_retired_is_missed_though_its_tail_stays() {
     assert_eq!(cache.count_prefix_hits(&mut whole).unwrap(), 0);
     assert!(!bisects(&mut cache));
 }
+
+#[test]
+fn slots_that_were_not_used_are_given_back() {
+    let groups = [GroupSpec::FullAttention, GroupSpec::SlidingWindow { window: 4 }];
+    let hashing = HashConfig::new(2, Groups::new(groups.to_vec()).unwrap());
+    let pool = Writer::new(PoolConfig::new(40)).unwrap();
+    let mut cache = PrefixCache::new(hashing, pool).unwrap();
+    let mut sequence = cache.new_sequence((0..9).collect(), Scope::default(), Vec::new());
+    cache.commit_prefix_plan(&mut sequence, 0, 9).unwrap();
+    cache.mark_blocks_filled(&mut [&mut sequence], &[9]).unwrap();
+    let (free, tables) =
+        (cache.num_free(), [0, 1].map(|group| sequence.block_table(group).to_vec()));
+    cache.append_slots(&mut [&mut sequence], &[12]).unwrap();
+    assert_eq!(cache.num_free(), free - 12);
+    assert_eq!(cache.revert_slots(&mut [&mut sequence], &[11]), Ok(10));
+    assert_eq!((sequence.num_slots(), sequence.num_ready_slots()), (11, 11));
+    assert!(cache.revert_slots(&mut [&mut sequence], &[8]).is_err(), "KV of nine tokens is there");
+    assert_eq!(cache.revert_slots(&mut [&mut sequence], &[9]), Ok(2));
+    assert_eq!([0, 1].map(|group| sequence.block_table(group).to_vec()), tables);
+    assert_eq!(cache.num_free(), free);
+    assert_eq!(cache.append_slots(&mut [&mut sequence], &[5]), Ok(1));
+    cache.validate_holds(&[&sequence], &Moves::default()).unwrap();
+    cache.validate().unwrap();
+}

@@ -1,11 +1,12 @@
 //! Every interleaving of the writer, who changes a pool of a few blocks, with one who looks.
 
+use loom::sync::Arc;
 use loom::thread;
 
 use super::{Reader, Writer};
 use crate::id::{BlockHash, BlockId, GroupId};
 use crate::store::{BlockKey, BlockStore, Lookup, Moves, PoolConfig, WithReaders};
-use crate::sync::model;
+use crate::sync::{AtomicU64, Ordering::Relaxed, model};
 
 fn key(number: u8) -> BlockKey {
     BlockKey::new(BlockHash::from_bytes([number; 32]), GroupId::default())
@@ -55,19 +56,25 @@ fn evict_with_lookup() {
 
 model!(evict_with_lookup);
 
-/// The last block's content moves to the first: a lookup finds it where it was, or where it is.
+/// The last block's content moves to the first: a lookup finds it where it was, or, once it was copied, where it is.
 fn shrink_with_lookup() {
+    let copied = Arc::new(AtomicU64::new(0));
+    let seen = Arc::clone(&copied);
     let shrink = |pool: &mut Writer| {
         let mut moves = Moves::default();
         pool.begin_moves(2, 1, &mut moves).unwrap();
-        assert_eq!(pool.finish_moves(&mut moves), Ok(1));
+        copied.store(1, Relaxed);
+        pool.finish_moves(&mut moves).unwrap();
         pool.resize(2).unwrap();
     };
-    let hit = look_while(cached(2), shrink, |pool| pool.lookup(&key(2)));
+    let look = move |pool: &Reader| (pool.lookup(&key(2)), seen.load(Relaxed));
+    let (hit, was_copied) = look_while(cached(2), shrink, look);
     assert!(hit.is_some(), "content that moved was overlooked");
+    let is_first = hit == Some(BlockId::new(1));
+    assert!(!is_first || was_copied == 1, "content was found before it was copied");
 }
 
-model!(shrink_with_lookup, fails with LookOnce("overlooked"), MoveEarly("overlooked"));
+model!(shrink_with_lookup, fails with LookOnce("overlooked"), MoveEarly("before it was copied"));
 
 /// After a clear has been seen nothing of before hits, though the block gets the same content again.
 fn clear_with_lookup() {

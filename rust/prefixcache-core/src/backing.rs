@@ -1,7 +1,7 @@
 //! The memory behind a pool's blocks, where it outlives the process: what it must know of their content.
 //!
 //! Nothing of this exists until somebody gives a pool its [`BackingStore`]
-//! ([`Writer::keep_in`](crate::Writer::keep_in)). Then the single writer reports each change of what blocks hold,
+//! ([`keep_in`](crate::BlockStore::keep_in)). Then the single writer reports each change of what blocks hold,
 //! in order, before whoever caused it can write to a block. `docs/explanation/tiers.md` has the states of a block.
 
 use std::fmt::Debug;

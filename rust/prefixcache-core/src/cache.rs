@@ -45,9 +45,9 @@ pub struct CacheStats {
     pub hits: u64,
 }
 
-/// A prefix cache over a pool `S`, which says what can be done with it: a [`Writer`] may change
-/// it and is the only one, of [`MultiWriter`]s each thread has a clone, and a cache over
-/// [`Reader`]s ([`PrefixCache::reader`]) can be cloned and counts hits.
+/// A prefix cache over a pool `S`, which says what can be done with it: a [`Writer`](crate::Writer) may change
+/// it and is the only one, of [`MultiWriter`](crate::MultiWriter)s each thread has a clone, and a cache over
+/// [`Reader`](crate::Reader)s ([`PrefixCache::reader`]) can be cloned and counts hits.
 #[derive(Debug)]
 pub struct PrefixCache<S> {
     store: S,

@@ -1,6 +1,6 @@
 //! What can be found in the cache, reported to one reader in the order in which it changed.
 //!
-//! Nothing of this exists until somebody asks for it ([`Writer::keep_events`](crate::Writer::keep_events)). Then
+//! Nothing of this exists until somebody asks for it ([`keep_events`](crate::BlockStore::keep_events)). Then
 //! the single writer sends what it registers and what loses its last copy through a queue, a message a batch, and
 //! waits for nobody. The reader applies them to a `Replica` of the index, which knows what can be found and with
 //! which tokens. What the replica knows already, or never knew, is not reported: blocks of a scope are never sent,

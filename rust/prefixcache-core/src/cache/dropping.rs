@@ -61,7 +61,7 @@ impl<S: BlockStore> PrefixCache<S> {
         outcome
     }
 
-    /// Blocks that nobody holds, those of dropped sequences among them. [`Lookup::num_free`] counts these only once
+    /// Blocks that nobody holds, those of dropped sequences among them. [`Lookup::num_free`](crate::Lookup::num_free) counts these only once
     /// a call that changes the cache has given them back.
     pub fn num_free(&mut self) -> usize {
         self.reclaim();

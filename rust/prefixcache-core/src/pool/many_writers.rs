@@ -10,7 +10,7 @@
 //!
 //! # What each call promises
 //!
-//! * Lookups are those of [`records`](crate::records): wait-free, in parallel with any number of writers.
+//! * Lookups are those of `records.rs`: wait-free, in parallel with any number of writers.
 //! * `commit`, `register`, `release`, `pin`, `unpin` and `clear_index` are lock-free: a thread that is
 //!   stalled anywhere but in a resize keeps no other from finishing. `commit` is all or nothing, as its credits are
 //!   taken first. It is not one atomic point: two threads that allocate at once may interleave their

@@ -322,6 +322,7 @@ class ReferenceCache:
         extras: Items[bytes] | None = None,
     ) -> Sequence:
         root = Root(
+            model="m",
             block_size=self.block_size,
             lora=lora,
             cache_salt=cache_salt,

@@ -160,14 +160,14 @@ class RecordedCacheManager(CacheManager):
 
     def reset(self) -> None:  # noqa: D102
         self._tick()
-        super().reset()
         self._record("reset")
+        super().reset()
         self._count()
 
     def new_weight_version(self, weights: str | None = None) -> int:  # noqa: D102
         self._tick()
-        version = super().new_weight_version(weights)
         self._record("weights")
+        version = super().new_weight_version(weights)
         self._count()
         return version
 

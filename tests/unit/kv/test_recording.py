@@ -7,13 +7,14 @@ import json
 import os
 import random
 import stat
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from blake3 import blake3
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fakes.fake_engine import make_engine
@@ -165,8 +166,16 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
+def resize_after(forget: Callable[[Recorded], None]) -> list[Callable[[Recorded], None]]:
+    """Ends pins, whose blocks decide what a later resize finds above the new end."""
+    add, step = Recorded.add, Recorded.step
+    return [*[add] * 4, *[step] * 4, forget, *[add] * 8, *[step] * 2, Recorded.resize]
+
+
 @pytest.mark.parametrize("form", FORMS)
 @settings(max_examples=bounded(8, 300))
+@example(actions=resize_after(Recorded.reset), seed=1)
+@example(actions=resize_after(Recorded.new_weights), seed=1)
 @given(actions=actions, seed=st.integers(0, 2**32))
 def test_random_schedules_replay_to_the_token(tmp_path_factory, form, actions, seed):
     recorded = Recorded(tmp_path_factory.mktemp("trace") / "trace.jsonl", seed, **FORMS[form])

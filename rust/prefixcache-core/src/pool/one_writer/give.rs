@@ -3,6 +3,7 @@
 use super::Writer;
 use super::block::State;
 use super::journal::Change;
+use super::lists::Chain;
 use crate::class::Destination;
 use crate::error::Misuse;
 use crate::evictions::Cause;
@@ -16,6 +17,8 @@ pub(super) struct Release {
     pub(super) append: bool,
     pub(super) to: Destination,
     pub(super) now: Tick,
+    /// Whether changes have to be noted.
+    pub(super) observed: bool,
 }
 
 impl Writer {
@@ -25,11 +28,14 @@ impl Writer {
 
     /// Gives up one reference to each block, in this order, up to the first that nobody has one to.
     pub(super) fn release_all(&mut self, ids: &[BlockId], to: Destination) -> Result<(), Misuse> {
-        let release = Release { append: self.appends(), to, now: self.tick() };
-        let mut front = Vec::new();
+        let (append, observed) = (self.appends(), self.is_observed());
+        let release = Release { append, to, now: self.tick(), observed };
+        let mut front = Chain::default();
         let outcome = ids.iter().try_for_each(|&id| {
             self.check_in_use(id)?;
-            self.note(Change::Released(id));
+            if observed {
+                self.note(Change::Released(id));
+            }
             let state = self.block(id).state();
             match state.references() {
                 1 => self.let_go(id, &release, &mut front),
@@ -42,13 +48,13 @@ impl Writer {
         outcome
     }
 
-    /// Puts blocks that hold nothing on top of the others, the first of them uppermost.
-    pub(super) fn stack(&mut self, ids: &[BlockId]) {
-        self.blank.push_all(self.pool.records.blocks(), ids.iter().copied());
+    /// Puts blocks that hold nothing on top of the others.
+    pub(super) fn stack(&mut self, front: &Chain) {
+        self.blank.push(self.pool.records.blocks(), front);
     }
 
     /// Gives up the last reference to a block. One that holds nothing is free once the caller has stacked `front`.
-    pub(super) fn let_go(&mut self, id: BlockId, release: &Release, front: &mut Vec<BlockId>) {
+    pub(super) fn let_go(&mut self, id: BlockId, release: &Release, front: &mut Chain) {
         let above = self.is_above(id);
         let retired = above && self.pool.records.is_retired(id);
         if self.block(id).has_content() && (retired || !self.is_current(id)) {
@@ -64,13 +70,13 @@ impl Writer {
                 reuse.stamp(id, release.now);
             }
             self.push(standing.class(), id);
-            if has_content {
+            if has_content && release.observed {
                 self.note(Change::Listed(id, standing));
             }
         } else {
             self.block(id).set_state(State::BLANK);
             if !above {
-                front.push(id);
+                front.append(self.pool.records.blocks(), id);
             }
         }
     }
@@ -135,7 +141,9 @@ impl Writer {
             if !self.is_above(id) {
                 self.free += 1;
                 // The last is to stand on top, as when they go one by one.
-                self.stack(&[id]);
+                let mut chain = Chain::default();
+                chain.append(self.blocks(), id);
+                self.stack(&chain);
             }
         }
         ids.len()

@@ -118,6 +118,27 @@ fn walk(blocks: &[Block], first: BlockId, most: usize) -> impl Iterator<Item = B
     })
 }
 
+/// Blocks linked as they will stand on the stack of free ones, in a caller's hands.
+#[derive(Debug, Default)]
+pub(super) struct Chain {
+    first: BlockId,
+    last: BlockId,
+    len: usize,
+}
+
+impl Chain {
+    /// Puts a block at the end.
+    #[inline]
+    pub(super) fn append(&mut self, blocks: &[Block], block: BlockId) {
+        match self.last {
+            BlockId::NULL => self.first = block,
+            last => blocks[last.index()].next.set(block.get()),
+        }
+        self.last = block;
+        self.len += 1;
+    }
+}
+
 /// Free blocks that hold nothing: a stack of those that were used before, above a run of those that never were, so
 /// that a new pool writes to no record.
 #[derive(Debug)]
@@ -132,20 +153,14 @@ impl Blank {
         Self { top: BlockId::NULL, stacked: 0, fresh: 1..num_blocks as u32 }
     }
 
+    /// Puts a chain on top, its first block uppermost.
     #[inline]
-    pub(super) fn push(&mut self, blocks: &[Block], block: BlockId) {
-        blocks[block.index()].next.set(self.top.get());
-        self.top = block;
-        self.stacked += 1;
-    }
-
-    /// Puts blocks on top, the first of them uppermost.
-    pub(super) fn push_all(
-        &mut self,
-        blocks: &[Block],
-        ids: impl DoubleEndedIterator<Item = BlockId>,
-    ) {
-        ids.rev().for_each(|block| self.push(blocks, block));
+    pub(super) fn push(&mut self, blocks: &[Block], chain: &Chain) {
+        if chain.len > 0 {
+            blocks[chain.last.index()].next.set(self.top.get());
+            self.top = chain.first;
+            self.stacked += chain.len;
+        }
     }
 
     #[inline]
@@ -173,11 +188,13 @@ impl Blank {
 
     /// Takes the blocks from `floor` on out, and leaves the order of the others; how many.
     pub(super) fn cut(&mut self, blocks: &[Block], floor: usize) -> usize {
-        let kept: Vec<BlockId> =
-            walk(blocks, self.top, self.stacked).filter(|block| block.index() < floor).collect();
+        let mut kept = Chain::default();
+        let below = walk(blocks, self.top, self.stacked).filter(|block| block.index() < floor);
+        // A link is read before the chain overwrites it.
+        below.for_each(|block| kept.append(blocks, block));
         let before = self.stacked + self.fresh.len();
         (self.top, self.stacked) = (BlockId::NULL, 0);
-        self.push_all(blocks, kept.into_iter());
+        self.push(blocks, &kept);
         self.fresh.end = self.fresh.end.min(self.fresh.start.max(floor as u32));
         before - self.stacked - self.fresh.len()
     }

@@ -4,6 +4,7 @@ use super::Writer;
 use super::block::State;
 use super::give::Release;
 use super::journal::Change;
+use super::lists::Chain;
 use crate::band::Band;
 use crate::class::{Class, Destination, Standing};
 use crate::error::Misuse;
@@ -156,8 +157,9 @@ impl Writer {
             self.free -= 1;
         }
         self.block(id).update(State::with_one_more);
-        let mut front = Vec::new();
-        self.let_go(id, &Release { append, to: Destination::Same, now }, &mut front);
+        let (to, observed) = (Destination::Same, self.is_observed());
+        let mut front = Chain::default();
+        self.let_go(id, &Release { append, to, now, observed }, &mut front);
         self.stack(&front);
     }
 }

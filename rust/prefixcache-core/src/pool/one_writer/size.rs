@@ -8,6 +8,7 @@
 use super::Writer;
 use super::block::State;
 use super::journal::Change;
+use super::lists::Chain;
 use crate::class::Class;
 use crate::error::ResizeError;
 use crate::evictions::Cause;
@@ -82,10 +83,13 @@ impl Writer {
 
     /// Puts the blocks from `before` on that stand nowhere in front of the order; those in lists count again.
     fn readmit(&mut self, before: usize, end: usize) {
-        let state = |id: &BlockId| self.block(*id).state();
-        let in_use = ids(before..end).filter(|id| state(id).is_in_use()).count();
-        let nowhere: Vec<BlockId> =
-            ids(before..end).filter(|id| state(id) == State::BLANK).collect();
+        let (mut nowhere, mut in_use) = (Chain::default(), 0);
+        for id in ids(before..end) {
+            match self.block(id).state() {
+                State::BLANK => nowhere.append(self.blocks(), id),
+                state => in_use += usize::from(state.is_in_use()),
+            }
+        }
         self.size.in_use_above -= in_use;
         self.free += end - before - in_use;
         self.stack(&nowhere);

@@ -19,15 +19,16 @@ impl Writer {
         num_new: usize,
         out: &mut Vec<BlockId>,
     ) -> Result<usize, Exhausted> {
-        let first = out.len();
+        let (first, mut free_hits) = (out.len(), 0);
         if keys.len() > 0 {
             out.reserve(keys.len());
             self.pool.records.find_leading(keys, |hit| {
+                free_hits += usize::from(self.is_free(hit.id));
                 out.push(hit.id);
                 true
             });
         }
-        let needed = self.count_free(&out[first..]).saturating_add(num_new);
+        let needed = free_hits.saturating_add(num_new);
         if needed > self.free {
             out.truncate(first);
             return Err(Exhausted { needed, free: self.free });
@@ -39,10 +40,10 @@ impl Writer {
         Ok(hits)
     }
 
-    /// How many of the blocks count as free.
-    fn count_free(&self, ids: &[BlockId]) -> usize {
-        let is_free = |&id: &BlockId| !self.is_above(id) && !self.block(id).state().is_in_use();
-        ids.iter().filter(|id| is_free(id)).count()
+    /// Whether a block counts as free.
+    #[inline]
+    fn is_free(&self, id: BlockId) -> bool {
+        !self.block(id).state().is_in_use() && !self.is_above(id)
     }
 
     /// Takes a reference to each of the leading blocks that are sound and can count one more; how many.

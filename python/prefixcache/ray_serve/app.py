@@ -18,8 +18,18 @@ from prefixcache.ray_serve.replicas.commands import CommandClient
 from prefixcache.ray_serve.replicas.replica_set import ReplicaSet
 from prefixcache.ray_serve.replicas.replica_state import UPDATE_WEIGHTS
 from prefixcache.ray_serve.routed_engine import RoutedEngine
-from prefixcache.server.admin.admin import add_changes, add_commands, command_options
-from prefixcache.server.admin.health import add_states
+from prefixcache.server.admin.admin import (
+    add_changes,
+    add_commands,
+    describes_resizing,
+    describes_stats,
+)
+from prefixcache.server.admin.health import (
+    add_states,
+    describes_metrics,
+    describes_server_info,
+    describes_version,
+)
 from prefixcache.server.admin.model_dirs import ModelDirs
 from prefixcache.server.app import client_app, guard
 from prefixcache.server.http.access import AccessRules
@@ -28,7 +38,6 @@ from prefixcache.server.jobs.context import Lifecycle
 from prefixcache.server.jobs.job_maker import JobMaker
 from prefixcache.server.jobs.served_model import ServedModel
 from prefixcache.server.openai.response_store import ResponseStore
-from prefixcache.server.openapi import describe
 from prefixcache.server.options.limits import ServerLimits
 from prefixcache.server.options.version import VERSION
 
@@ -66,7 +75,6 @@ def create_ingress_app(
     app.include_router(_info_router(replicas, served, flags))
     app.include_router(_command_router(commands, model_dirs))
     app.include_router(_not_served_router())
-    describe(app, command_options(Control.endpoints()))
     guard(app, rules, lifecycle=Lifecycle(), limits=limits, strict=served.strict)
     return app
 
@@ -100,12 +108,14 @@ def _info_router(replicas: ReplicaSet, served: ServedModel, flags: Mapping[str, 
     names = ("batch_invariant", "dtype", "weights", "prefix_hash")
 
     @router.get("/version")
+    @describes_version
     async def show_version() -> dict[str, Any]:
         about = await replicas.about()
         shown = {name: about[0][name] for name in names}
         return {"version": VERSION, "cpu_activations": about[0]["activations"], **shown}
 
     @router.get("/server_info")
+    @describes_server_info
     async def server_info() -> dict[str, Any]:
         about = await replicas.about()
         return {
@@ -119,16 +129,19 @@ def _info_router(replicas: ReplicaSet, served: ServedModel, flags: Mapping[str, 
         }
 
     @router.get("/metrics")
+    @describes_metrics
     async def metrics() -> Response:
         text = await replicas.metrics()
         return PlainTextResponse(text, media_type=CONTENT_TYPE_LATEST)
 
     @router.get("/prefix_cache/stats")
+    @describes_stats
     async def prefix_cache_stats() -> dict[str, Any]:
         statuses = await replicas.statuses()
         return {"replicas": {one["replica"]: one["prefix_cache"] for one in statuses}}
 
     @router.get("/prefix_cache/resize")
+    @describes_resizing
     async def resize_status() -> dict[str, Any]:
         statuses = await replicas.statuses()
         return {"replicas": {one["replica"]: one["resize"] for one in statuses}}

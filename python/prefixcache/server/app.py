@@ -9,11 +9,11 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from prefixcache.server.admin.admin import admin_router, command_options
+from prefixcache.server.admin.admin import admin_router
 from prefixcache.server.admin.health import health_router
 from prefixcache.server.admin.model_cards import models_router
 from prefixcache.server.admin.model_dirs import ModelDirs
-from prefixcache.server.admin.weights_push import PUSH_OPTIONS, weights_push_router
+from prefixcache.server.admin.weights_push import weights_push_router
 from prefixcache.server.anthropic.messages import messages_router
 from prefixcache.server.cache.kv_events import kv_events_router
 from prefixcache.server.cache.misses import misses_router
@@ -30,7 +30,7 @@ from prefixcache.server.openai.completions import completions_router
 from prefixcache.server.openai.response_store import ResponseStore
 from prefixcache.server.openai.responses import responses_router
 from prefixcache.server.openai.tokenize import tokenize_router
-from prefixcache.server.openapi import describe
+from prefixcache.server.openapi import DescribedApp
 from prefixcache.server.options.limits import ServerLimits
 from prefixcache.server.options.serve_options import CrossOrigin
 from prefixcache.server.options.version import VERSION
@@ -74,7 +74,6 @@ def create_app(
     app.include_router(dashboard_router(engine, maker, lifecycle))
     app.include_router(admin_router(engine, model_dirs or ModelDirs()))
     app.include_router(weights_push_router(engine))
-    describe(app, {**command_options(engine.control.endpoints()), **PUSH_OPTIONS})
     guard(
         app,
         rules or AccessRules(),
@@ -91,7 +90,7 @@ def client_app(maker: JobMaker, responses: ResponseStore) -> FastAPI:
 
     Answers of `/v1/responses` are kept among `responses`.
     """
-    app = FastAPI(
+    app = DescribedApp(
         title="prefixcache",
         version=VERSION,
         docs_url=None,

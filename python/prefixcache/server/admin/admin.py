@@ -30,6 +30,7 @@ from prefixcache.server.http.body import (
     parse_object,
     read_body,
 )
+from prefixcache.server.http.described import Form, Raw, describes, describes_command
 from prefixcache.server.jobs.context import tell_unknown
 from prefixcache.server.options.limits import MAX_PATH_CHARACTERS
 from prefixcache.types.modes import InFlightMode
@@ -47,6 +48,15 @@ Resize = Callable[..., Awaitable["ResizeStatus"]]
 # `update_weights` for whoever has the control.
 UpdateWeights = Callable[..., Awaitable[tuple[int, "PrefixHashInfo"]]]
 RunCommand = Callable[[Callable[..., Any], dict[str, Any]], Awaitable[Any]]
+
+describes_stats = describes("The cache in numbers.", dict)
+describes_resizing = describes("How far a change of the cache's size is.", dict)
+# What answers tell of new weights: see `weights_fields`.
+NEW_WEIGHTS: dict[str, Form] = {
+    "weight_version": Raw({"type": ["integer", "string"]}),
+    "weights_name": str,
+    "root_hash": str,
+}
 
 
 class UpdateWeightsRequest(RequestFields):
@@ -111,10 +121,12 @@ def admin_router(engine: AsyncEngine, model_dirs: ModelDirs) -> APIRouter:
     add_changes(router, resize_cache, update, model_dirs)
 
     @router.get("/prefix_cache/stats")
+    @describes_stats
     async def prefix_cache_stats() -> dict[str, Any]:
         return dataclasses.asdict(engine.control.prefix_cache_stats())
 
     @router.get("/prefix_cache/resize")
+    @describes_resizing
     async def resize_status() -> dict[str, Any]:
         return dataclasses.asdict(engine.control.resize_status)
 
@@ -130,6 +142,7 @@ def add_changes(
     """
 
     @router.post("/prefix_cache/resize")
+    @describes_command(ResizeRequest)
     async def resize(request: Request) -> Response:
         """Another size of the KV cache: 202 while requests hold blocks above its new end."""
         fields = await read_options(request, ResizeRequest)
@@ -138,6 +151,7 @@ def add_changes(
         return JSONResponse(dataclasses.asdict(status), status_code=code)
 
     @router.post("/update_weights_from_disk")
+    @describes_command(UpdateWeightsRequest, {"success": bool, "message": str, **NEW_WEIGHTS})
     async def update_weights_from_disk(request: Request) -> dict[str, Any]:
         """Serves the weights of another folder or file, of the same model."""
         fields = await read_options(request, UpdateWeightsRequest)
@@ -176,13 +190,6 @@ def update_weights(
     return control.run_between_steps(update)
 
 
-def command_options(commands: Iterable[Command]) -> dict[str, type[RequestFields]]:
-    """What the commands take, by their paths."""
-    options = {path: options_of(command) for path, command in commands}
-    resizing = {"/prefix_cache/resize": ResizeRequest}
-    return {**options, **resizing, "/update_weights_from_disk": UpdateWeightsRequest}
-
-
 def options_of(command: Callable[..., Any]) -> type[RequestFields]:
     """The options of a command that is an endpoint, each of which may be left out or null."""
     types: dict[str, Any] = {
@@ -209,6 +216,7 @@ def _endpoint(run: RunCommand, command: Callable[..., Any]) -> Callable[..., Any
     parameters, options = _parameters(command), options_of(command)
     needed = [one.name for one in parameters if one.default is one.empty]
 
+    @describes_command(options)
     async def call(request: Request) -> Response:
         fields = await read_options(request, options)
         given = fields.model_dump(include=set(options.model_fields), exclude_none=True)

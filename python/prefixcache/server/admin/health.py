@@ -14,6 +14,7 @@ from pydantic_core import to_jsonable_python
 from starlette.responses import Response
 
 from prefixcache.metrics import LabelledMetrics
+from prefixcache.server.http.described import describes
 from prefixcache.server.http.errors import ApiError
 from prefixcache.server.options.version import VERSION
 
@@ -22,6 +23,24 @@ if TYPE_CHECKING:
     from prefixcache.engine.control import Control
     from prefixcache.events.publisher import EventPublisher
     from prefixcache.server.jobs.served_model import ServedModel
+
+# What replicas together answer as one server does.
+_PREFIX_HASH = {
+    "format": str,
+    "block_size": int,
+    "root_hash": str,
+    "weights_name": str,
+    "arithmetic": str,
+}
+describes_metrics = describes("Prometheus' text.", str)
+describes_server_info = describes(
+    "What the server was started with, and what block hashes are made of.",
+    {"version": str, "prefix_hash": _PREFIX_HASH, "flags": dict},
+)
+describes_version = describes(
+    "The version, what is computed with, and what block hashes are made of.",
+    {"version": str, "prefix_hash": (_PREFIX_HASH, None)},
+)
 
 
 def health_router(
@@ -47,6 +66,7 @@ def health_router(
     add_states(router, health, states)
 
     @router.get("/server_info")
+    @describes_server_info
     async def server_info() -> dict[str, Any]:
         control = engine.control
         return {
@@ -62,6 +82,7 @@ def health_router(
         }
 
     @router.get("/version")
+    @describes_version
     async def show_version() -> dict[str, Any]:
         control = None if engine.dead else engine.control
         weights = control and control.weights_info()
@@ -75,6 +96,7 @@ def health_router(
         }
 
     @router.get("/metrics")
+    @describes_metrics
     def metrics() -> Response:
         text = generate_latest(labelled)
         return PlainTextResponse(text, media_type=CONTENT_TYPE_LATEST)
@@ -121,21 +143,31 @@ def add_states(
                 )
         return Response()
 
-    for path, probe in {"/health": health, "/ping": health, "/ready": ready}.items():
-        router.get(path)(probe)
+    probes = (
+        ("/health", health, "200 while answers can be computed."),
+        ("/ping", health, "As /health, for probes that ask there."),
+        ("/ready", ready, "200 while requests are computed: not asleep or paused."),
+    )
+    for path, probe, summary in probes:
+        router.get(path, summary=summary)(probe)
         router.head(path, include_in_schema=False)(probe)
     router.post("/ping", include_in_schema=False)(health)
 
     @router.get("/load")
+    @describes(
+        "How many requests the engine has.", {"server_load": int, "running": int, "waiting": int}
+    )
     async def load() -> dict[str, int]:
         found = await states()
         running, waiting = (sum(one[name] for one in found) for name in ("running", "waiting"))
         return {"server_load": running + waiting, "running": running, "waiting": waiting}
 
     @router.get("/is_paused")
+    @describes("Whether requests wait.", {"is_paused": bool})
     async def is_paused() -> dict[str, bool]:
         return {"is_paused": any(one["is_paused"] for one in await states())}
 
     @router.get("/is_sleeping")
+    @describes("Whether memory was given back.", {"is_sleeping": bool})
     async def is_sleeping() -> dict[str, bool]:
         return {"is_sleeping": any(one["is_sleeping"] for one in await states())}

@@ -9,12 +9,21 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from prefixcache.server.http.described import (
+    ANTHROPIC_VERSION,
+    describes,
+    limit_parameter,
+    parameter,
+)
 from prefixcache.server.http.errors import MODELS_PATH, ApiError, has_anthropic_header
 from prefixcache.server.http.paging import page
 from prefixcache.server.jobs.job_maker import JobMaker
 
 # Anthropic's own limit of a page.
 _MOST_MODELS = 1000
+_CARD = {"id": str, "object": "model", "created": int, "max_model_len": int}
+_ANTHROPIC_CARD = {"type": "model", "id": str, "display_name": str, "created_at": str}
+_ANTHROPIC_CARDS = {"data": [_ANTHROPIC_CARD], "has_more": bool}
 
 
 def models_router(maker: JobMaker) -> APIRouter:
@@ -22,17 +31,34 @@ def models_router(maker: JobMaker) -> APIRouter:
     router, served = APIRouter(), maker.served
 
     @router.get(MODELS_PATH)
+    @describes(
+        "The served model, under each of its names.",
+        ({"object": "list", "data": [_CARD]}, _ANTHROPIC_CARDS),
+        parameters=(
+            ANTHROPIC_VERSION,
+            limit_parameter(_MOST_MODELS),
+            parameter("after_id"),
+            parameter("before_id"),
+        ),
+    )
     async def list_models(request: Request) -> dict[str, Any]:
         if has_anthropic_header(request.scope):
             return _anthropic_cards(maker, request.query_params)
         return {"object": "list", "data": [_card(maker, name) for name in served.names]}
 
     @router.get(f"{MODELS_PATH}/{{name:path}}")
+    @describes(
+        "The served model.",
+        (_CARD, _ANTHROPIC_CARD),
+        statuses=(404,),
+        parameters=(ANTHROPIC_VERSION,),
+    )
     async def show_model(name: str, request: Request) -> dict[str, Any]:
         card = _anthropic_card if has_anthropic_header(request.scope) else _card
         return card(maker, maker.check_model(name))
 
     @router.post("/v1/embeddings")
+    @describes("Is not served.", statuses=(404,))
     async def create_embedding() -> None:
         raise ApiError(
             HTTPStatus.NOT_FOUND,

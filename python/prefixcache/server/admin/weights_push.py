@@ -18,8 +18,9 @@ from starlette.requests import ClientDisconnect
 
 from prefixcache.engine.weights.weights_push import DEFAULT_TIMEOUT
 from prefixcache.exceptions import InvalidRequestError
-from prefixcache.server.admin.admin import read_options, required, weights_fields
+from prefixcache.server.admin.admin import NEW_WEIGHTS, read_options, required, weights_fields
 from prefixcache.server.http.body import RequestFields, media_type
+from prefixcache.server.http.described import describes, describes_command
 from prefixcache.server.http.errors import ApiError
 from prefixcache.types.modes import InFlightMode
 
@@ -67,20 +68,13 @@ class AbortWeightsRequest(RequestFields):
     update_id: str | None = None
 
 
-PUSH_OPTIONS: dict[str, type[RequestFields]] = {
-    "/weights/begin": BeginWeightsRequest,
-    "/weights/chunk": WeightsChunkRequest,
-    "/weights/end": EndWeightsRequest,
-    "/weights/abort": AbortWeightsRequest,
-}
-
-
 def weights_push_router(engine: AsyncEngine) -> APIRouter:
     """The endpoints, for one engine."""
     router, push = APIRouter(), engine.control.weights_push
     one_at_a_time = asyncio.Lock()
 
     @router.post("/weights/begin")
+    @describes_command(BeginWeightsRequest, {"update_id": str, "max_chunk_bytes": int})
     async def begin(request: Request) -> dict[str, Any]:
         """Opens an update of the weights that come in chunks."""
         fields = await read_options(request, BeginWeightsRequest)
@@ -89,6 +83,7 @@ def weights_push_router(engine: AsyncEngine) -> APIRouter:
         return {"update_id": update_id, "max_chunk_bytes": MAX_CHUNK_BYTES}
 
     @router.post("/weights/chunk")
+    @describes_command(WeightsChunkRequest, {"num_tensors": int, "staged_bytes": int})
     async def chunk(request: Request) -> dict[str, int]:
         """Takes tensors of an open update: safetensors, in the body or in shared memory."""
         if media_type(request) == _BYTES:
@@ -104,18 +99,24 @@ def weights_push_router(engine: AsyncEngine) -> APIRouter:
         return {"num_tensors": added, "staged_bytes": push.staged_bytes}
 
     @router.post("/weights/end")
+    @describes_command(EndWeightsRequest, {**NEW_WEIGHTS})
     async def end(request: Request) -> dict[str, Any]:
         """Ends an update: requests are computed with the new weights from then on."""
         fields = await read_options(request, EndWeightsRequest)
         return await engine.run(partial(_end, fields=fields))
 
     @router.post("/weights/abort")
+    @describes_command(AbortWeightsRequest)
     async def abort(request: Request) -> None:
         """Drops an update; the old weights serve on."""
         fields = await read_options(request, AbortWeightsRequest)
         await asyncio.to_thread(push.abort, required("update_id", fields.update_id))
 
     @router.get("/weights/status")
+    @describes(
+        "Whether an update of the weights is open, and what has come of it.",
+        {"is_open": bool, "staged_bytes": int},
+    )
     async def status() -> dict[str, Any]:
         return {"is_open": push.is_open, "staged_bytes": push.staged_bytes}
 

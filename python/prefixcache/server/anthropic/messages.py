@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import uuid
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
@@ -20,6 +20,7 @@ from prefixcache.server.anthropic.message_blocks import (
 )
 from prefixcache.server.anthropic.message_events import MessageForm
 from prefixcache.server.http.body import RequestFields, Strings, parse_fields
+from prefixcache.server.http.described import NAMED_EVENT, QUESTION, describes
 from prefixcache.server.http.errors import MESSAGES_PATH
 from prefixcache.server.jobs.answers import answer
 from prefixcache.server.jobs.caching import CachingControls, anthropic_controls
@@ -137,12 +138,48 @@ class MessagesRequest(CountTokensRequest):
 # The same request as a chat, and what it asks of the cache.
 AskedChat = tuple[ChatRequest, CachingControls]
 
+_MESSAGE = {
+    "id": str,
+    "type": "message",
+    "role": "assistant",
+    "content": [{"type": str}],
+    "usage": {"input_tokens": int, "output_tokens": int},
+}
+_TEXT_BLOCK = {"type": "text", "text": str}
+_BLOCKS = (
+    str,
+    [
+        (
+            _TEXT_BLOCK,
+            {"type": "thinking", "thinking": str},
+            {"type": "tool_use", "id": str, "name": str, "input": dict},
+            {
+                "type": "tool_result",
+                "tool_use_id": str,
+                "content": (str, [(_TEXT_BLOCK,)]),
+            },
+        )
+    ],
+)
+_MESSAGES = {
+    "messages": [{"role": Literal["user", "assistant"], "content": _BLOCKS}],
+    "system": (str, [(_TEXT_BLOCK,)]),
+}
+
 
 def messages_router(maker: JobMaker) -> APIRouter:
     """The endpoints, for one served model."""
     router = APIRouter()
 
     @router.post(MESSAGES_PATH)
+    @describes(
+        "Answers in Anthropic's Messages API.",
+        _MESSAGE,
+        models=(MessagesRequest,),
+        properties=_MESSAGES,
+        example={"messages": QUESTION, "max_tokens": 8},
+        events=NAMED_EVENT,
+    )
     async def create_message(request: Request) -> Response:
         job, stream = await _asked(maker, request)
         with fields_named(_NAMES):
@@ -150,6 +187,13 @@ def messages_router(maker: JobMaker) -> APIRouter:
             return await answer(maker, job, form, stream=stream)
 
     @router.post(f"{MESSAGES_PATH}/count_tokens")
+    @describes(
+        "Counts the tokens that a message would be made from.",
+        {"input_tokens": int},
+        models=(CountTokensRequest,),
+        properties=_MESSAGES,
+        example={"messages": QUESTION},
+    )
     async def count_tokens(request: Request) -> dict[str, int]:
         _, (chat, _), size = await read_parsed(
             request, maker.workers, lambda values: parse_message(values, CountTokensRequest)

@@ -15,6 +15,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from prefixcache.exceptions import InvalidRequestError
+from prefixcache.server.http.described import describes
 from prefixcache.server.http.errors import ApiError
 from prefixcache.server.http.workers import Workers
 
@@ -31,6 +32,7 @@ def kv_events_router(events: EventPublisher | None, workers: Workers) -> APIRout
     router, reading = APIRouter(), asyncio.BoundedSemaphore(_MOST_AT_ONCE)
 
     @router.get("/prefix_cache/snapshot")
+    @describes("All that is cached, as a stream of msgpack objects, for readers of KV events.", str)
     async def read_snapshot() -> Response:
         if events is None:
             raise InvalidRequestError(

@@ -16,7 +16,8 @@ from fastapi import APIRouter, Request, Response
 
 from prefixcache.diagnostics.advice import summarize
 from prefixcache.diagnostics.room import CacheDiagnostics
-from prefixcache.server.cache.prompt_body import prompt_job
+from prefixcache.server.cache.prompt_body import describes_prompt, prompt_job
+from prefixcache.server.http.described import describes, limit_parameter
 from prefixcache.server.http.json_text import json_response, object_json
 from prefixcache.server.http.paging import page_limit
 from prefixcache.server.jobs.diagnosis import Diagnosis, check_may_ask, diagnostics_off
@@ -24,6 +25,15 @@ from prefixcache.server.jobs.job_maker import JobMaker
 from prefixcache.server.openai.response_store import ResponseStore
 
 _MOST_FINDINGS = 1000
+_EXPLANATION = {"prompt_tokens": int, "cached_tokens": int, "reason": str, "description": str}
+_MISSES = {
+    "num_requests": int,
+    "prompt_tokens": int,
+    "cached_tokens": int,
+    "tokens_recomputed": int,
+    "num_findings": int,
+    "findings": [{"reason": str, "tokens_recomputed": int, "description": str}],
+}
 
 
 def misses_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
@@ -31,6 +41,10 @@ def misses_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
     router = APIRouter()
 
     @router.post("/prefix_cache/explain")
+    @describes_prompt(
+        "How many tokens of a request's prompt are cached now, and why no more.",
+        {"prompt_tokens": int, "cached_tokens": int, "prompts": [_EXPLANATION]},
+    )
     async def explain_prefix_cache(request: Request) -> Response:
         job = await prompt_job(request, maker, store, "explain")
         check_may_ask(job.call.caller, job.requests[0].cache.salt, "an explanation")
@@ -43,6 +57,11 @@ def misses_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
         return json_response(await maker.workers.in_thread(partial(_explained, diagnosis)))
 
     @router.get("/prefix_cache/misses")
+    @describes(
+        "Which prompts were computed again, why, and what to do about it.",
+        _MISSES,
+        parameters=(limit_parameter(_MOST_FINDINGS),),
+    )
     async def show_misses(request: Request) -> dict[str, Any]:
         limit = page_limit(request.query_params, _MOST_FINDINGS)
         diagnostics = maker.diagnostics

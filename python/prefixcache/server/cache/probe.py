@@ -16,7 +16,7 @@ import dataclasses
 
 from fastapi import APIRouter, Request
 
-from prefixcache.server.cache.prompt_body import prompt_job
+from prefixcache.server.cache.prompt_body import describes_prompt, prompt_job
 from prefixcache.server.http.sse import unless_disconnected
 from prefixcache.server.jobs.answers import gathered, usage
 from prefixcache.server.jobs.diagnosis import check_may_ask
@@ -28,6 +28,7 @@ from prefixcache.types.sampling_params import SamplingParams
 # Prompts looked up in one go; then it is another client's turn.
 _PROMPTS_AT_ONCE = 64
 _PROMPT_ALONE = SamplingParams(max_tokens=0, temperature=0)
+_CACHED = {"prompt_tokens": int, "cached_tokens": int}
 
 
 def probe_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
@@ -35,12 +36,14 @@ def probe_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
     router = APIRouter()
 
     @router.post("/prefix_cache/probe")
+    @describes_prompt("How many tokens of a request's prompt are cached now.", _CACHED)
     async def probe_prefix_cache(request: Request) -> dict[str, int]:
         job = await prompt_job(request, maker, store, "probe")
         check_may_ask(job.call.caller, job.requests[0].cache.salt, "a probe")
         return await _counts(maker, job)
 
     @router.post("/prefix_cache/warm")
+    @describes_prompt("Computes a request's prompt and keeps it.", _CACHED)
     async def warm_prefix_cache(request: Request) -> dict[str, int]:
         job = await prompt_job(request, maker, store, "warm")
         prompts = tuple(map(_prompt_alone, job.requests[:: job.params.n]))

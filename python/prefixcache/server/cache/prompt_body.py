@@ -10,13 +10,14 @@ from fastapi import Request
 
 from prefixcache.server.anthropic.messages import MessagesRequest, message_job, parse_message
 from prefixcache.server.http.body import RequestFields, parse_fields
+from prefixcache.server.http.described import ANTHROPIC_VERSION, Endpoint, Form, describes
 from prefixcache.server.http.errors import has_anthropic_header
 from prefixcache.server.jobs.context import Call, new_call, read_parsed
 from prefixcache.server.jobs.field_names import fields_named
 from prefixcache.server.jobs.job_maker import Job, JobMaker
 from prefixcache.server.openai.chat import chat_job, chat_names
 from prefixcache.server.openai.completions import completion_job, parse_completion
-from prefixcache.server.openai.protocol import ChatRequest
+from prefixcache.server.openai.protocol import ChatRequest, CompletionRequest
 from prefixcache.server.openai.response_store import ResponseStore
 from prefixcache.server.openai.responses import ResponsesRequest, response_before, response_job
 
@@ -26,6 +27,17 @@ _MakeJob = Callable[[JobMaker, int, Call], Awaitable[Job]]
 # What a body with messages has for Anthropic's API alone.
 _FIELDS = ("cache_control", "stop_sequences", "system")
 _BLOCKS = ("tool_result", "tool_use")
+
+
+def describes_prompt(summary: str, answer: Form) -> Callable[[Endpoint], Endpoint]:
+    """Describes an endpoint that takes the body of any endpoint that takes a prompt."""
+    return describes(
+        summary,
+        answer,
+        models=(CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest),
+        example={"prompt": "The capital of Japan is"},
+        parameters=(ANTHROPIC_VERSION,),
+    )
 
 
 async def prompt_job(request: Request, maker: JobMaker, store: ResponseStore, prefix: str) -> Job:

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from prefixcache.diagnostics.spans import PromptSource
 from prefixcache.exceptions import InvalidRequestError, wrong
+from prefixcache.server.http.described import CHOICES, EVENT, QUESTION, describes
 from prefixcache.server.jobs.answers import Choice, answer
 from prefixcache.server.jobs.caching import (
     CachingControls,
@@ -43,6 +44,13 @@ def chat_router(maker: JobMaker) -> APIRouter:
     router = APIRouter()
 
     @router.post("/v1/chat/completions")
+    @describes(
+        "Answers a chat.",
+        CHOICES,
+        models=(ChatRequest,),
+        example={"messages": QUESTION, "max_tokens": 8, "temperature": 0},
+        events=EVENT,
+    )
     async def create_chat_completion(request: Request) -> Response:
         job, form, stream, names = await _asked(maker, request)
         with fields_named(names):

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from prefixcache.diagnostics.spans import PromptSource
 from prefixcache.exceptions import wrong
 from prefixcache.server.http.body import parse_fields
+from prefixcache.server.http.described import CHOICES, EVENT, TOKENS, Raw, describes, schema_of
 from prefixcache.server.jobs.answers import Choice, answer
 from prefixcache.server.jobs.caching import openai_controls, prompt_caching
 from prefixcache.server.jobs.context import Call, new_call, read_parsed
@@ -30,12 +31,25 @@ from prefixcache.types.token_ids import TokenIds
 
 _DEFAULT_MAX_TOKENS = 16
 
+_PROMPT = Raw(
+    schema_of((str, TOKENS, [str], [TOKENS]))
+    | {"description": "A text, token ids, or a list of either."}
+)
+
 
 def completions_router(maker: JobMaker) -> APIRouter:
     """The endpoint, for one served model."""
     router = APIRouter()
 
     @router.post("/v1/completions")
+    @describes(
+        "Goes on with texts.",
+        CHOICES,
+        models=(CompletionRequest,),
+        properties={"prompt": _PROMPT},
+        example={"prompt": "The capital of Japan is", "max_tokens": 8, "temperature": 0},
+        events=EVENT,
+    )
     async def create_completion(request: Request) -> Response:
         job, form, stream = await _asked(maker, request)
         return await answer(maker, job, form, stream=stream)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from prefixcache.exceptions import wrong
 from prefixcache.server.openai.response_tools import chat_call
@@ -20,6 +20,19 @@ from prefixcache.text.chat.parts import (
 Message = dict[str, Any]
 
 _ROLES = ("user", "assistant", "system", "developer")
+_INPUT_TEXT = (str, [({"type": "input_text", "text": str}, {"type": "output_text", "text": str})])
+_CALL = {"call_id": str, "name": str, "namespace": str}
+_ITEM = (
+    {"role": Literal["user", "assistant", "system", "developer"], "content": _INPUT_TEXT},
+    {"type": "reasoning", "content": [{"type": "reasoning_text", "text": str}]},
+    {"type": "function_call", **_CALL, "arguments": str},
+    {"type": "function_call_output", "call_id": str, "output": _INPUT_TEXT},
+    {"type": "custom_tool_call", **_CALL, "input": str},
+    {"type": "custom_tool_call_output", "call_id": str, "output": _INPUT_TEXT},
+    {"type": "web_search_call"},
+)
+# The form of `input` in `/openapi.json`.
+INPUT = (str, [_ITEM])
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 
 

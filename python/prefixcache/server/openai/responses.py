@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from http import HTTPStatus
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import PrivateAttr
@@ -19,6 +19,7 @@ from prefixcache._core import parse_json
 from prefixcache.exceptions import wrong
 from prefixcache.server.http.access import Caller
 from prefixcache.server.http.body import RequestFields, Strings, parse_fields
+from prefixcache.server.http.described import NAMED_EVENT, describes, limit_parameter, parameter
 from prefixcache.server.http.errors import RESPONSES_PATH, ApiError
 from prefixcache.server.http.json_text import Written, json_response, json_text, object_json
 from prefixcache.server.http.paging import page
@@ -37,6 +38,7 @@ from prefixcache.server.openai.chat import chat_controls, chat_job, count_chat
 from prefixcache.server.openai.protocol import SAME_AS_CHAT, ChatRequest
 from prefixcache.server.openai.response_events import ResponseForm
 from prefixcache.server.openai.response_items import (
+    INPUT,
     answer_messages,
     chat_format,
     items_of,
@@ -212,11 +214,29 @@ class ResponsesRequest(RequestFields):
         }
 
 
+_RESPONSE = {
+    "id": str,
+    "object": "response",
+    "status": Literal["completed", "incomplete", "cancelled", "failed"],
+    "output": [{"type": str, "id": str}],
+    "usage": {"input_tokens": int, "output_tokens": int, "total_tokens": int},
+}
+
+
 def responses_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
     """The endpoints, for one served model."""
     router = APIRouter()
 
     @router.post(RESPONSES_PATH)
+    @describes(
+        "Answers in OpenAI's Responses API.",
+        _RESPONSE,
+        models=(ResponsesRequest,),
+        properties={"input": INPUT},
+        example={"input": "What is the capital of Japan?", "max_output_tokens": 8},
+        events=NAMED_EVENT,
+        statuses=(404,),
+    )
     async def create_response(request: Request) -> Response:
         fields, size = await read_fields(request, maker.workers, ResponsesRequest)
         call = dataclasses.replace(new_call(request, "resp"), id=f"resp_{uuid.uuid4().hex}")
@@ -235,6 +255,13 @@ def responses_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
             return await answer(maker, job, form, stream=bool(fields.stream), size=size)
 
     @router.post(f"{RESPONSES_PATH}/input_tokens")
+    @describes(
+        "Counts the tokens that a response would be made from.",
+        {"object": str, "input_tokens": int},
+        models=(ResponsesRequest,),
+        properties={"input": INPUT},
+        example={"input": "What is the capital of Japan?"},
+    )
     async def count_input_tokens(request: Request) -> dict[str, Any]:
         fields, size = await read_fields(request, maker.workers, ResponsesRequest)
         call = new_call(request, "count")
@@ -247,16 +274,29 @@ def responses_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
         return {"object": "response.input_tokens", "input_tokens": count}
 
     @router.get(f"{RESPONSES_PATH}/{{response_id}}")
+    @describes("A response that was kept.", _RESPONSE, statuses=(404,))
     async def retrieve_response(response_id: str, request: Request) -> Response:
         return json_response(_stored(store, request, response_id).body)
 
     @router.delete(f"{RESPONSES_PATH}/{{response_id}}")
+    @describes("Forgets a response.", {"id": str, "deleted": bool}, statuses=(404,))
     async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
         _stored(store, request, response_id)
         store.delete(request.state.caller.namespace, response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
     @router.get(f"{RESPONSES_PATH}/{{response_id}}/input_items")
+    @describes(
+        "What a response that was kept was asked.",
+        {"object": "list", "data": [{"id": str}]},
+        statuses=(404,),
+        parameters=(
+            limit_parameter(_MOST_ITEMS),
+            parameter("order", Literal["asc", "desc"], default="desc"),
+            parameter("after"),
+            parameter("before"),
+        ),
+    )
     async def list_input_items(response_id: str, request: Request) -> Response:
         items = _stored(store, request, response_id).items
         write = partial(_page_of_items, items, response_id, request.query_params)

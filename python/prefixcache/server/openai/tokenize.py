@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from prefixcache.server.http.body import parse_fields
+from prefixcache.server.http.described import TOKENS, describes
 from prefixcache.server.http.json_text import json_response, list_json, text_json
 from prefixcache.server.jobs.context import read_fields, read_parsed
 from prefixcache.server.jobs.job_maker import JobMaker
@@ -28,6 +29,12 @@ def tokenize_router(maker: JobMaker) -> APIRouter:
     workers = maker.workers
 
     @router.post("/tokenize")
+    @describes(
+        "Token ids of a text or of a chat.",
+        {"count": int, "max_model_len": int, "tokens": TOKENS},
+        models=(TokenizeRequest, TokenizeChatRequest),
+        example={"prompt": "Hello"},
+    )
     async def tokenize(request: Request) -> Response:
         fields, _, size = await read_parsed(request, workers, _parse)
         maker.check_model(fields.model)
@@ -36,6 +43,12 @@ def tokenize_router(maker: JobMaker) -> APIRouter:
         return json_response(await workers.run(len(ids), write))
 
     @router.post("/detokenize")
+    @describes(
+        "The text of token ids.",
+        {"prompt": str},
+        models=(DetokenizeRequest,),
+        example={"tokens": [1, 2, 3]},
+    )
     async def detokenize(request: Request) -> Response:
         fields, size = await read_fields(request, workers, DetokenizeRequest)
         maker.check_model(fields.model)

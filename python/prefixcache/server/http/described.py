@@ -1,0 +1,127 @@
+"""What a route says of itself in `/openapi.json`, beyond what FastAPI knows.
+
+The endpoints read bodies themselves, within their limits, so each names the models that check its
+body. Answers are described by their members that are always there, each by its form: `str`, `bool`,
+`int` for a count, a word for itself, a `Literal` for one of several, a list of one form, a tuple of
+possible forms, a mapping of members, `dict` for an object of any, `None`, or `Raw` JSON schema.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+from pydantic import BaseModel
+
+Schema = dict[str, Any]
+Form = Any
+Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """A form that stands as JSON schema already."""
+
+    schema: Schema
+
+
+_SIMPLE_FORMS: Mapping[Form, Schema] = {
+    str: {"type": "string"},
+    int: {"type": "integer", "minimum": 0},
+    bool: {"type": "boolean"},
+    dict: {"type": "object", "required": [], "properties": {}},
+    None: {"type": "null"},
+}
+
+
+def schema_of(form: Form) -> Schema:
+    """The form as JSON schema."""
+    if isinstance(form, Raw):
+        return form.schema
+    if isinstance(form, str):
+        return {"type": "string", "enum": [form]}
+    if isinstance(form, Mapping):
+        members = {name: schema_of(member) for name, member in form.items()}
+        return {"type": "object", "required": [*members], "properties": members}
+    if isinstance(form, list):
+        return {"type": "array", "items": schema_of(*form)}
+    if isinstance(form, tuple):
+        return {"anyOf": [schema_of(choice) for choice in form]}
+    if get_origin(form) is Literal:
+        return {"type": "string", "enum": [*get_args(form)]}
+    return _SIMPLE_FORMS[form]
+
+
+def parameter(name: str, form: Form = str, **more: Any) -> Schema:
+    """A parameter of the query that may be left out; `more` belongs to its schema."""
+    return {"name": name, "in": "query", "required": False, "schema": schema_of(form) | more}
+
+
+def limit_parameter(most: int) -> Schema:
+    """The parameter that says how much a page holds."""
+    return parameter("limit", int, minimum=1, maximum=most, default=20)
+
+
+TOKENS = [Raw({"type": "integer"})]
+QUESTION = [{"role": "user", "content": "What is the capital of Japan?"}]
+EVENT = {"data": str}  # JSON, and "[DONE]" at the end
+_EVENT_DATA = {"contentMediaType": "application/json", "contentSchema": schema_of({"type": str})}
+NAMED_EVENT = {"event": str, "data": Raw({"type": "string", **_EVENT_DATA})}
+CHOICES = {
+    "id": str,
+    "object": str,
+    "choices": [dict],
+    "usage": {"prompt_tokens": int, "completion_tokens": int, "total_tokens": int},
+}
+ANTHROPIC_VERSION = parameter("anthropic-version") | {
+    "in": "header",
+    "description": (
+        "Every request to Anthropic's API has it; with it answers have the form of that."
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """What an endpoint takes and gives.
+
+    `models` check the body, `properties` are forms of members of which the first model says less.
+    None as the `answer` is an empty one; `events` is the form of one event of a streamed answer.
+    The options of a command may stand in the query too, and none is needed.
+    """
+
+    summary: str = ""
+    answer: Form = None
+    models: tuple[type[BaseModel], ...] = ()
+    example: Any = None
+    events: Form = None
+    statuses: tuple[int, ...] = ()
+    parameters: tuple[Schema, ...] = ()
+    properties: Mapping[str, Form] = field(default_factory=dict[str, Form])
+    is_command: bool = False
+
+
+def describes(
+    summary: str = "", answer: Form = None, **members: Any
+) -> Callable[[Endpoint], Endpoint]:
+    """Describes the endpoint below it; `members` are those of a `Description`."""
+    description = Description(summary=summary, answer=answer, **members)
+
+    def describe(endpoint: Endpoint) -> Endpoint:
+        vars(endpoint)["description"] = description
+        return endpoint
+
+    return describe
+
+
+def describes_command(
+    model: type[BaseModel], answer: Form = None
+) -> Callable[[Endpoint], Endpoint]:
+    """Describes a command of administrators by its options; its docstring is the summary."""
+    return describes(answer=answer, models=(model,), statuses=(202, 404), is_command=True)
+
+
+def description_of(endpoint: Callable[..., Any]) -> Description:
+    """What was said of the endpoint."""
+    return vars(endpoint).get("description") or Description()

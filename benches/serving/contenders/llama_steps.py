@@ -58,6 +58,16 @@ class LlamaSteps(ABC):
     def end(self) -> list[int]:
         return [tokens[0] for tokens in self._rows]
 
+    def log_probabilities(self, tokens: list[int]) -> list[float]:
+        """Of each token after the first, given those before it."""
+        self._clear()
+        self._fill({0: tokens}, start=0)
+        for index in range(len(tokens)):
+            self._batch.logits[index] = True
+        if self._compute() != 0:
+            raise RuntimeError("llama_decode failed")
+        return [self._log_probability(index, token) for index, token in enumerate(tokens[1:])]
+
     def _prefill(self, rows: dict[int, list[int]]) -> float:
         self._clear()
         self._rows: list[list[int]] = []
@@ -86,6 +96,12 @@ class LlamaSteps(ABC):
         batch.n_tokens = index
         return last
 
+    def _row(self, index: int) -> np.ndarray:
+        return np.ctypeslib.as_array(self._logits(index), shape=(self._vocab_size,))
+
     def _likeliest(self, index: int) -> int:
-        row = np.ctypeslib.as_array(self._logits(index), shape=(self._vocab_size,))
-        return int(np.argmax(row))
+        return int(np.argmax(self._row(index)))
+
+    def _log_probability(self, index: int, token: int) -> float:
+        row = self._row(index).astype(np.float64)
+        return float(row[token] - row.max() - np.log(np.exp(row - row.max()).sum()))

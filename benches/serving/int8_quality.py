@@ -181,10 +181,10 @@ def _logits_of(model: CpuModel, cpu: Cpu, tokens: list[int]) -> Tensor:
     return driver.forward([(0, 0, tokens)])
 
 
-def _of_following(logits_TV: Tensor, tokens: list[int]) -> Tensor:
+def _of_following(logits: Tensor, tokens: list[int]) -> Tensor:
     """Log probabilities of each token after the first."""
     following = torch.tensor(tokens[1:])[:, None]
-    return logits_TV.double().log_softmax(-1).gather(1, following)[:, 0]
+    return logits.double().log_softmax(-1).gather(1, following)[:, 0]
 
 
 def _greedy(model: CpuModel, cpu: Cpu, tokens: list[int]) -> list[int]:

@@ -16,6 +16,7 @@ from ray import serve
 
 from prefixcache.exceptions import ConfigError, FieldError
 from prefixcache.ray_serve.application import build_application
+from prefixcache.ray_serve.ray_internals import tell_untried
 from prefixcache.ray_serve.ray_options import RayOptions
 from prefixcache.server.http.listener import listening
 from prefixcache.server.options.serve_options import ServeOptions
@@ -37,6 +38,7 @@ def serve_ray(config: EngineConfig, options: ServeOptions, ray_options: RayOptio
     none at `--address`, and where no replica starts.
     """
     begun = time.perf_counter()
+    tell_untried()
     warn_of_unused_variables(options)
     access_rules(options)
     config = with_block_size(config, _checked_model(config))

@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.serve._private.common import ReplicaID, RequestMetadata
-from ray.serve._private.utils import generate_request_id
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from prefixcache.events.config import is_local_endpoint
 from prefixcache.ray_serve.job import RoutedJob
 from prefixcache.ray_serve.known_caches import KnownCaches
+from prefixcache.ray_serve.ray_internals import ReplicaID, direct_call
 from prefixcache.ray_serve.replicas.replica_state import Refused
 from prefixcache.routing import Choice, PrefixRouting, Routed
 from prefixcache.types.request import Request
@@ -175,16 +174,9 @@ class PrefixRequestRouter(RequestRouter):
 
     async def _call(self, replica: RunningReplica, method: str, seconds: float, *args: Any) -> Any:
         """What a method of this very replica returns. Raises what it raises, and `TimeoutError`."""
-        name = generate_request_id()
-        call = PendingRequest(
-            args=[*args],
-            kwargs={},
-            metadata=RequestMetadata(request_id=name, internal_request_id=name, call_method=method),
-        )
-        call.resolved = True
         self._asked[_name(replica)] += 1
         try:
-            result = replica.try_send_request(call, with_rejection=False)
+            result = replica.try_send_request(direct_call(method, *args), with_rejection=False)
             return await asyncio.wait_for(result.get_async(), seconds)
         finally:
             self._asked[_name(replica)] -= 1

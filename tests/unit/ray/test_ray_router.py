@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import queue
+import sys
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -13,6 +15,7 @@ from unittest import mock
 
 import pytest
 
+import prefixcache
 from prefixcache.core import PrefixCache
 from prefixcache.events.reader import Update
 from prefixcache.events.sockets import EventSockets
@@ -23,7 +26,7 @@ from prefixcache.events.wire import (
     SnapshotHeader,
     decode_snapshot,
 )
-from prefixcache.exceptions import InvalidRequestError
+from prefixcache.exceptions import ConfigError, InvalidRequestError
 from prefixcache.ray_serve.replicas.replica_state import Refused
 from support.serving import until
 
@@ -40,7 +43,7 @@ from ray.serve._private.common import (
 from ray.serve.request_router import PendingRequest
 
 from fakes.ray_in_process import ARITHMETIC, job_of, replica_of, request_of
-from prefixcache.ray_serve import known_caches
+from prefixcache.ray_serve import known_caches, ray_internals
 from prefixcache.ray_serve import router as router_module
 from prefixcache.ray_serve.job import RoutedJob
 from prefixcache.ray_serve.replica import EngineReplica
@@ -537,3 +540,19 @@ async def test_events_that_the_network_loses_are_replayed(router, monkeypatch, r
         assert replica.asked == ["kv_snapshot"]
         update(router)
         await asyncio.sleep(0)
+
+
+def test_another_ray_is_told_apart(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    package = Path(prefixcache.__file__).parent
+    private = [file.name for file in package.rglob("*.py") if "serve._private" in file.read_text()]
+    assert private == ["ray_internals.py"]
+    ray_internals.tell_untried()
+    assert caplog.messages == []  # the Ray of requirements/dev.txt
+    monkeypatch.setattr(ray, "__version__", "2.99.1")
+    ray_internals.tell_untried()
+    assert "Ray 2.99.1 was not tried" in caplog.text
+    monkeypatch.setitem(sys.modules, "ray.serve._private.common", None)
+    with pytest.raises(ConfigError, match=r"Ray 2\.99\.1 .* install ray==2\."):
+        importlib.reload(ray_internals)

@@ -29,10 +29,11 @@ from prefixcache.exceptions import FieldError
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.elastic import ElasticPool
 from prefixcache.kv.kv_folder import KeptFile, program_digest
+from prefixcache.kv.record_writer import check_folder
 from prefixcache.kv.recording import RecordedCacheManager
 from prefixcache.kv.retention import Retention
 from prefixcache.kv.specs import KVLayout
-from prefixcache.kv.trace_writer import TraceWriter, check_folder
+from prefixcache.kv.trace_writer import TraceWriter
 from prefixcache.models.checkpoint import model_digest
 from prefixcache.models.gguf.index import has_index, read_index
 from prefixcache.models.hub import read_config, resolve_model

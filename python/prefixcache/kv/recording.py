@@ -1,7 +1,7 @@
 """A cache manager that records what decides what is cached: docs/reference/recording.md.
 
 The thread of the step loop passes on references to what it has anyway; numbers of requests, names
-of blocks and lines are made where they are written (`trace_writer.py`).
+of blocks and lines are made where they are written (`record_writer.py`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RecordedCacheManager(CacheManager):
         if chosen.arguments["eviction_policy"] == "reuse-queue":
             # What the policy samples by must stand in the recording.
             self._cache.name_blocks(key)
-        writer.begin(self._header(chosen.arguments), key)
+        writer.begin_trace(self._header(chosen.arguments), key)
         self._end_recording = weakref.finalize(self, writer.close)
 
     def _header(self, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,32 +1,26 @@
 """Requests and their answers, token by token, for `prefixcache rerun`: docs/reference/recording.md.
 
-The file holds what users wrote. A thread writes it; whatever goes wrong there ends the recording
-and nothing else.
+The file holds what users wrote.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from prefixcache.kv.trace_lines import line
-from prefixcache.kv.trace_writer import RecordFile
+from prefixcache.kv.record_writer import RecordWriter, line
 from prefixcache.types.request import FinishReason, Request, RequestOutput
 from prefixcache.types.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
 VERSION = 1
-MAX_WAITING_TOKENS = 1 << 26
 
 PARAMS = TypeAdapter(SamplingParams)
 
@@ -80,26 +74,16 @@ class _Open:
         return line(known | asdict(self.answer))
 
 
-class RequestRecords:
+class RequestRecords(RecordWriter[_Open]):
     """The file of `--record-requests`; one thread makes all calls.
 
-    It is made at once, under the next free name where there is one already: `path` says which.
-    `about` is what bits depend on besides the requests. Raises `ConfigError` where the file cannot
-    be made.
+    `about` is what bits depend on besides the requests.
     """
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
-        self._file = RecordFile(path, "record_requests")
-        self._file.header = {"prefixcache_requests": VERSION, **about}
-        self.path = self._file.path
+        super().__init__(path, "record_requests")
         self._open: dict[str, _Open] = {}
-        self._put = self._taken = 0
-        self._has_stopped = False
-        # Of C, so that `close` may be called while garbage is collected in the middle of any call.
-        self._waiting = SimpleQueue[Callable[[], None] | None]()
-        self._waiting.put(self._file.begin)
-        self._thread = threading.Thread(target=self._run, name="request-recording", daemon=True)
-        self._thread.start()
+        self.begin({"prefixcache_requests": VERSION, **about})
         logger.info("Requests and answers are recorded, with their text, in %s.", self.path)
 
     def add(self, request: Request, seed: int) -> None:
@@ -126,50 +110,17 @@ class RequestRecords:
         one.answer.push(output)
         if output.finished:
             del self._open[output.request_id]
-            self._write(one)
+            self.put(one)
 
     def forget_all(self) -> None:
         """No request is in flight any more."""
         self._open.clear()
 
-    def close(self) -> None:
-        """Writes what waits, and closes the file. Also while garbage is collected."""
-        self._waiting.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+    def line_of(self, event: _Open) -> str:  # noqa: D102
+        return event.line()
 
-    def _write(self, one: _Open) -> None:
-        if self._has_stopped:
-            return
-        self._put += one.size
-        if self._put - self._taken > MAX_WAITING_TOKENS:
-            self._stop("more waits to be written than may")
-        else:
-            self._waiting.put(partial(self._write_now, one))
-
-    def _write_now(self, one: _Open) -> None:
-        self._taken += one.size
-        self._file.write([one.line()])
-        self._file.check()
-
-    def _run(self) -> None:
-        while (write := self._waiting.get()) is not None:
-            self._guarded(write)
-        self._file.close()
-
-    def _guarded(self, write: Callable[[], None]) -> None:
-        try:
-            if not self._has_stopped:
-                write()
-        except OSError as error:
-            self._stop(error.strerror or str(error))
-        except Exception as error:
-            logger.exception("A recording failed.")
-            self._stop(repr(error))
-
-    def _stop(self, reason: str) -> None:
-        logger.error("The recording %s has stopped: %s. Serving goes on.", self.path, reason)
-        self._has_stopped = True
+    def num_tokens(self, event: _Open) -> int:  # noqa: D102
+        return event.size
 
 
 def read_records(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

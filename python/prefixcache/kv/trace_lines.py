@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from prefixcache._core import BlockPseudonyms
+from prefixcache.kv.record_writer import line
 from prefixcache.types.request import CacheOptions, Request
 
 VERSION = 1
@@ -167,11 +167,6 @@ class TraceLines:
             "tokens": [one.num_tokens for one in ended],
             "well": [request_id in well for request_id in request_ids],
         }
-
-
-def line(fields: Mapping[str, Any]) -> str:
-    """A whole line of a recording."""
-    return json.dumps(fields, separators=(",", ":")) + "\n"
 
 
 def _options(cache: CacheOptions, pseudonyms: BlockPseudonyms) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from fakes.fake_engine import make_engine
 from prefixcache import LLM, SamplingParams
 from prefixcache.cli.main import app
-from prefixcache.kv import request_records, trace_writer
+from prefixcache.kv import record_writer
 from prefixcache.kv.request_records import RequestRecords, read_records
 from prefixcache.types.request import CacheOptions, Request
 from prefixcache.types.structured_output import StructuredOutput
@@ -252,11 +252,11 @@ def test_a_record_that_cannot_go_on_stops_alone(
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return write(file, data[: room.pop()])
 
-        monkeypatch.setattr(trace_writer.os, "write", full)
+        monkeypatch.setattr(record_writer.os, "write", full)
     elif failure == "deleted":
         recorded.records.path.unlink()
     else:
-        monkeypatch.setattr(request_records, "MAX_WAITING_TOKENS", 0)
+        monkeypatch.setattr(record_writer, "MAX_TOKENS", 0)
     recorded.add("b")
     recorded.run()
     wait_until(lambda: "has stopped" in caplog.text)

@@ -23,12 +23,13 @@ from fakes.plain_drafts import HostileDrafter
 from fakes.plain_runner import VOCAB_SIZE
 from prefixcache._core import BlockPseudonyms, replay_recording
 from prefixcache.exceptions import ConfigError
-from prefixcache.kv import trace_writer
+from prefixcache.kv import record_writer
 from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.kv.record_writer import check_folder
 from prefixcache.kv.recording import RecordedCacheManager
 from prefixcache.kv.request_records import RequestRecords
 from prefixcache.kv.retention import Retention
-from prefixcache.kv.trace_writer import TraceWriter, check_folder
+from prefixcache.kv.trace_writer import TraceWriter
 from prefixcache.types.request import CacheOptions, Request
 from prefixcache.types.retention_range import RetentionRange
 from prefixcache.types.sampling_params import SamplingParams
@@ -346,9 +347,9 @@ def test_a_recording_that_cannot_go_on_stops_alone(tmp_path, failure, monkeypatc
         reason = "the file was deleted"
         recorded.path.unlink()
     elif failure == "too slow":
-        monkeypatch.setattr(trace_writer, "MAX_EVENTS", 0)
+        monkeypatch.setattr(record_writer, "MAX_EVENTS", 0)
     else:
-        monkeypatch.setattr(trace_writer, "MAX_PROMPT_TOKENS", 0)
+        monkeypatch.setattr(record_writer, "MAX_TOKENS", 0)
     recorded.add()
     recorded.step()
     wait_until(lambda: not recorded.writer.is_recording)
@@ -370,16 +371,14 @@ def test_a_recording_that_cannot_go_on_stops_alone(tmp_path, failure, monkeypatc
 def test_a_file_that_cannot_be_closed_is_reported_in_the_log(tmp_path, kind, monkeypatch, caplog):
     def failing(file: int) -> None:
         close(file)
-        if file == parts._file:
+        if file == writer._file._file:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     close = os.close
     if kind == "trace":
         writer: Any = record_some(tmp_path / "day.jsonl").writer
-        parts = writer._parts
     else:
         writer = RequestRecords(tmp_path / "day.jsonl", {})
-        parts = writer._file
     monkeypatch.setattr(os, "close", failing)
     writer.close()
     assert f"The recording {writer.path} may lack its end: Input/output error." in caplog.text

@@ -49,6 +49,7 @@ _NOT_SERVED = {
     ("GET", "/weights/status"): _PUSHES,
     ("POST", "/prefix_cache/explain"): _DIAGNOSES,
     ("GET", "/prefix_cache/misses"): _DIAGNOSES,
+    ("GET", "/chat"): "`prefixcache chat` talks to the replicas in a terminal.",
     ("GET", "/dashboard"): "/metrics and /prefix_cache/stats tell of each replica.",
     ("GET", "/prefix_cache/snapshot"): (
         "Each replica has a cache of its own, and publishes its events where /server_info says "

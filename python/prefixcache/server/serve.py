@@ -384,8 +384,8 @@ def _announce(address: str, served: ServedModel, options: ServeOptions, begun: f
     line = f"{served.names[0]} is ready after {seconds:.1f} s at {place}{key_note(options)}"
     print(f"\n{line}", flush=True)  # noqa: T201
     if options.uds is None:
-        pages = f"API {address}/v1, its description {address}/docs, dashboard {address}/dashboard"
-        print(pages, flush=True)  # noqa: T201
+        pages = f"Chat {address}/chat, dashboard {address}/dashboard"
+        print(f"{pages}, API {address}/v1, its description {address}/docs", flush=True)  # noqa: T201
     if options.uds is not None:
         address = f"--unix-socket {shlex.quote(str(options.uds))} {address}"
     example = _example(address, served, _key_variable(options.api_key))

@@ -248,7 +248,7 @@ def test_the_command_serves_until_it_is_stopped(tiny_checkpoint, host, caplog, m
     asking.join()
     assert result.exit_code == 0
     shown = "localhost" if host == "0.0.0.0" else host
-    assert f"description http://{shown}:{ports[0]}/docs, dashboard http://" in result.output
+    assert f"Chat http://{shown}:{ports[0]}/chat, dashboard http://" in result.output
     assert f"curl http://{shown}:{ports[0]}/v1/chat/completions" in result.output
     for expected, answer in zip(
         (b"tiny", b"request_timeout", b"bodies_full"), answers, strict=True

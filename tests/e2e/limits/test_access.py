@@ -48,7 +48,7 @@ FOR_CLIENTS = {
     "/version",
 }
 PAGE = Path(dashboard.__file__).with_name("page")
-FOR_ALL = {"/", "/dashboard", "/docs", "/health", "/ping", "/ready"} | {
+FOR_ALL = {"/", "/chat", "/dashboard", "/docs", "/health", "/ping", "/ready"} | {
     f"/dashboard/assets/{file.name}" for file in PAGE.iterdir() if file.suffix != ".html"
 }
 CONTROL = [

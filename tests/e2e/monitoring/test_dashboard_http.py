@@ -120,11 +120,12 @@ def test_a_browser_is_led_to_the_dashboard(address: str) -> None:
         assert root(accept).json()["error"]["message"] == "Not Found: GET /"
 
 
-@pytest.mark.parametrize("path", ["dashboard", "docs"])
+@pytest.mark.parametrize("path", ["chat", "dashboard", "docs"])
 def test_the_page_says_nothing_and_loads_nothing_from_elsewhere(address: str, path: str) -> None:
     page = httpx.get(f"{address}/{path}", timeout=240)
     texts = [page.text]
-    links = set(re.findall(r'(?:src|href)="([^"#]+)"', page.text)) - {"dashboard", "openapi.json"}
+    links = set(re.findall(r'(?:src|href)="([^"#]+)"', page.text))
+    links -= {"chat", "dashboard", "docs", "openapi.json"}
     assert len(links) == 3
     for name in links:
         assert name.startswith("dashboard/assets/"), name

@@ -529,6 +529,7 @@ async def test_the_ingress_tells_of_all_replicas() -> None:
             ("POST", "/prefix_cache/explain"),
             ("GET", "/prefix_cache/misses"),
             ("GET", "/prefix_cache/snapshot"),
+            ("GET", "/chat"),
             ("GET", "/dashboard"),
             *(("POST", f"/weights/{call}") for call in ("begin", "chunk", "end", "abort")),
             ("GET", "/weights/status"),

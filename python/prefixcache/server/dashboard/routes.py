@@ -1,8 +1,9 @@
-"""The dashboard and the page of the API: their files, and the stream that the dashboard reads.
+"""The pages for browsers, their files, and the stream that the dashboard reads.
 
 The pages and their files say nothing of the cache and are open to all, since a browser sends no key
-with an address that somebody typed. The stream is the administrator's, and `/openapi.json` the
-clients': the pages ask for the key and send it as every client does, in a header.
+with an address that somebody typed. The stream is the administrator's, `/openapi.json` and what the
+chat sends are the clients': the pages ask for the key and send it as every client does, in a
+header.
 """
 
 from __future__ import annotations
@@ -27,8 +28,7 @@ if TYPE_CHECKING:
     from prefixcache.server.jobs.job_maker import JobMaker
 
 DASHBOARD_PATH = "/dashboard"
-DOCS_PATH = "/docs"
-_PAGES = {"index.html": DASHBOARD_PATH, "docs.html": DOCS_PATH}
+_PAGES = {"index.html": DASHBOARD_PATH, "chat.html": "/chat", "docs.html": "/docs"}
 _FILES = Path(__file__).with_name("page")
 _MEDIA_TYPES = {
     ".css": "text/css; charset=utf-8",

@@ -29,7 +29,7 @@ from prefixcache.server.http.errors import ApiError
 from prefixcache.server.options.serve_options import CrossOrigin
 from prefixcache.types.request import CacheScope
 
-_PUBLIC_PATHS = frozenset({"/", "/dashboard", "/docs", "/health", "/ping", "/ready"})
+_PUBLIC_PATHS = frozenset({"/", "/chat", "/dashboard", "/docs", "/health", "/ping", "/ready"})
 _PUBLIC_PREFIX = "/dashboard/assets/"
 _CLIENT_PATHS = frozenset(
     {

@@ -1,6 +1,7 @@
 // Server-sent events over fetch: unlike EventSource it sends a key in a header, and says why it was refused.
 
 const LONGEST_EVENT = 4 << 20;
+const DONE = "data: [DONE]";
 const FIRST_WAIT = 1000;
 const LONGEST_WAIT = 30000;
 
@@ -12,21 +13,25 @@ export function bearer(key) {
   return "Bearer " + Array.from(bytes, (byte) => String.fromCharCode(byte)).join("");
 }
 
-async function open(url, key, signal) {
+// The answer to a GET, or to a POST of `body` as JSON; throws what the server says where it is none.
+export async function request(url, key, { signal, body } = {}) {
   const headers = key ? { Authorization: bearer(key) } : {};
-  const response = await fetch(url, { headers, signal, cache: "no-store", redirect: "error" });
-  if (response.ok) return response.body.getReader();
+  const post = body && { method: "POST", body: JSON.stringify(body) };
+  if (body) headers["Content-Type"] = "application/json";
+  const response = await fetch(url, { headers, signal, cache: "no-store", redirect: "error", ...post });
+  if (response.ok) return response;
   const text = (await response.text()).slice(0, 10000);
   let message = `The server answered ${response.status}.`;
   try {
     message = String(JSON.parse(text).error.message);
   } catch { /* something before the server answered */ }
-  const refused = response.status === 401 || response.status === 403;
-  throw new (refused ? Refused : Error)(message);
+  const { status } = response;
+  throw Object.assign(new (status === 401 || status === 403 ? Refused : Error)(message), { status });
 }
 
 // Calls `tell` with the payload of each event, until the stream ends.
-async function read(reader, tell) {
+export async function read(response, tell) {
+  const reader = response.body.getReader();
   const decoder = new TextDecoder();
   let text = "";
   for (;;) {
@@ -38,7 +43,7 @@ async function read(reader, tell) {
     if (text.length > LONGEST_EVENT) throw new Error("An event is too long.");
     for (const event of events) {
       const data = event.split("\n").find((line) => line.startsWith("data: "));
-      if (data) tell(JSON.parse(data.slice(6)));
+      if (data && data !== DONE) tell(JSON.parse(data.slice(6)));
     }
   }
 }
@@ -68,10 +73,10 @@ export class Stream {
     };
     let problem = "The stream ended.";
     try {
-      const reader = await open(this.url, this.key, controller.signal);
+      const response = await request(this.url, this.key, controller);
       if (controller.signal.aborted) return;
       this.onState("");
-      await read(reader, tell);
+      await read(response, tell);
     } catch (error) {
       if (controller.signal.aborted) return;
       if (error instanceof Refused) return this.onRefused(error.message);

@@ -14,7 +14,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from datetime import date, datetime, timezone
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,8 @@ def main() -> None:
 def ask(name: str, tool: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
     """What goes into the note; None when the tool is missing or could not look."""
     try:
-        return tool() | {"date": date.today().isoformat(), "locked": locked(name)}
+        today = datetime.now(timezone.utc).date().isoformat()
+        return tool() | {"date": today, "locked": locked(name)}
     except (OSError, RuntimeError) as error:
         print(f"{name}: not asked: {error}")
         return None

@@ -367,7 +367,8 @@ class Server(uvicorn.Server):
         for connection in list(self.server_state.connections):
             connection.shutdown()
         deadline = time.monotonic() + _CLOSE_SECONDS
-        while self.server_state.connections and time.monotonic() < deadline:
+        # uvicorn's set of connections tells nobody when one is gone.
+        while self.server_state.connections and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         for connection in list(self.server_state.connections):
             connection.transport.abort()

@@ -173,7 +173,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
+    return datetime.now().astimezone().strftime(pattern)
 
 
 def read_template(given: str | None) -> str | None:

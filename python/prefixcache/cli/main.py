@@ -297,8 +297,8 @@ app = App(
             arguments=[_PROMPT],
             without=("max_num_seqs",),
             examples=[
-                "prefixcache generate 'Once upon a time' --max-tokens 64",
-                "prefixcache generate 'What is a KV cache?' --chat",
+                "prefixcache generate 'The capital of Japan is' --max-tokens 8",
+                "prefixcache generate 'What is the capital of Japan?' --chat",
             ],
         ),
         FlagCommand(

@@ -198,7 +198,10 @@ class VllmFlag:
         if self.takes_value and (self.taken is None or str(value).lower() in self.taken):
             return
         got = f", got {shown(value)}" if self.takes_value else ""
-        only_these = f"; taken is {', '.join(self.taken)}" if self.taken else ""
+        only_these = ""
+        if self.taken:
+            verb = "is" if len(self.taken) == 1 else "are"
+            only_these = f"; only {', '.join(self.taken)} {verb} supported"
         refused = "" if only_these or "not" in self.why.split() else ", which is not supported"
         raise FieldError(name, f"{self.why}{refused}{only_these}{got}.")
 

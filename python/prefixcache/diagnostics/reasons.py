@@ -1,4 +1,4 @@
-"""Why the first block that did not hit did not, out of what the cache and the history know."""
+"""Why the first missing block was not cached, from what the cache and the history know."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class CacheDiagnostics:
         """The counts as a metric."""
         yield labelled_counter(
             "prefix_cache_misses",
-            "Requests by why the first block that did not hit did not.",
+            "Requests that missed, by the reason why their first missing block was not cached.",
             "reason",
             dict(self.miss_counts),
         )

@@ -335,7 +335,7 @@ class Server(uvicorn.Server):
     def stop(self) -> None:
         """Lets open answers end and takes nothing more; the second call cuts them at once."""
         if not self.should_exit:
-            logger.info("Stopping: open answers may end; once more stops at once.")
+            logger.info("Finishing open answers; a second signal (Ctrl-C) stops at once.")
             if self._notifier is not None:
                 self._notifier.stopping()
             self._lifecycle.stopping = True

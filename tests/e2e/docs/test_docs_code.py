@@ -6,21 +6,30 @@ import ast
 import asyncio
 import inspect
 import itertools
+import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
-from prefixcache import LLM
+from prefixcache import LLM, SamplingParams
+from prefixcache._core import Cpu
+from prefixcache.cli.main import app
 from prefixcache.config.engine_config import DEFAULT_MODEL
 from prefixcache.core import PrefixCache
+from prefixcache.engine.control import Control
 from prefixcache.models.hub import is_downloaded
+from prefixcache.server import serve
+from prefixcache.server.app import create_app
 from reference.prefix_hashes import block_hashes, scoped
 from support.code_blocks import ROOT, Block, blocks
 from support.server_process import PREFIXCACHE, server_process
@@ -72,13 +81,62 @@ def test_every_page_with_python_is_run_below() -> None:
     assert {here(block) for block in BLOCKS if block.language == "python"} == tested
 
 
+ANSWERS = {
+    "What is the capital of Japan?": "Tokyo",
+    "What is the capital of France?": "Paris",
+    "The capital of Japan is": "Tokyo",
+}
+PROMPT = re.compile(r"""["']([A-Z][^"'\n]*\?|(?:The|Once) [a-z][^"'\n.]*)["']""")
+
+
+def dialogues() -> list[list[dict[str, str]]]:
+    """What pages, `--help`, the HTTP schema and the start line send to the default model."""
+    engine = MagicMock()
+    engine.control.endpoints = Control.endpoints
+    schema = create_app(engine, MagicMock(strict=False)).openapi()
+    texts = [json.dumps(schema), inspect.getsource(serve)]
+    texts += [CliRunner().invoke(app, [name, "--help"]).output for name in app.commands]
+    sent = list[list[dict[str, str]]]()
+    for block in BLOCKS:
+        if body := re.search(r"-d '(\{.*?\})'", block.code, re.DOTALL):
+            sent.append(json.loads(body[1]).get("messages", []))
+        elif (here(block), block.language) != ("README.md", "python"):
+            texts.append(block.code)
+    asked = {prompt for text in texts for prompt in PROMPT.findall(text)}
+    alone = [[{"role": "user", "content": prompt}] for prompt in sorted(asked)]
+    return [messages for messages in sent if messages] + alone
+
+
+def test_an_answer_to_all_that_is_asked_is_tested() -> None:
+    assert {messages[-1]["content"] for messages in dialogues()} == ANSWERS.keys()
+
+
 @pytest.mark.model
 @needs_model
-def test_the_readmes_example_shows_a_hit(capsys: pytest.CaptureFixture[str]) -> None:
-    run("README.md", {})
+@pytest.mark.parametrize("activations", ["exact", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("instructions", Cpu.available_instructions())
+def test_the_default_model_answers_rightly_in_any_arithmetic(
+    instructions: str,
+    dtype: str,
+    activations: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = {"dtype": dtype, "cpu_activations": activations, "cpu_instructions": instructions}
+    monkeypatch.setattr("prefixcache.LLM", partial(LLM, **flags))
+    llm = run("README.md", {})["llm"]
     printed = capsys.readouterr().out
-    assert re.findall(r" (\d+)$", printed, re.MULTILINE) == ["0", "96"]
-    assert "Paris" in printed
+    assert re.findall(r"(Tokyo|Paris).* (\d+)$", printed, re.MULTILINE) == [
+        ("Tokyo", "0"),
+        ("Paris", "96"),
+    ]
+    params = SamplingParams(temperature=0, max_tokens=8)
+    for messages in dialogues():
+        prompt = messages[-1]["content"]
+        is_chat = prompt.endswith("?")
+        (answer,) = llm.chat(messages, params) if is_chat else llm.generate(prompt, params)
+        assert ANSWERS[prompt] in answer.outputs[0].text, messages
 
 
 @pytest.mark.model

@@ -212,7 +212,7 @@ def test_help_imports_nothing_heavy():
         (["serve", "--allowed-model-dirs", "./nowhere"], "--allowed-model-dirs"),
         (["serve", "--port", "0", "--block-size", "24"], "--block-size must be a power of two"),
         (["serve", "--port", "0", "--dtype", "int4"], "--dtype must be 'auto'"),
-        (["serve", "-tp", "2"], "--tensor-parallel-size asks for more than one device; taken is 1"),
+        (["serve", "-tp", "2"], "-size asks for more than one device; only 1 is supported"),
         (["serve", "--enable-lora"], "--enable-lora asks for LoRA"),
         (["serve", "--max_model_len", "x"], "--max-model-len must be a number of tokens"),
         (["serve", "--max_nothing", "1"], "No such option '--max_nothing'"),
@@ -220,7 +220,7 @@ def test_help_imports_nothing_heavy():
         (["serve", "--no-enable-chunked-prefill"], "--no-enable-chunked-prefill asks for whole"),
         (
             ["serve", "--structured-outputs-config.backend", "outlines"],
-            "asks for another engine of structured output; taken is auto, guidance, got 'outlines'",
+            "engine of structured output; only auto, guidance are supported, got 'outlines'",
         ),
         (
             ["serve", "--structured-outputs-config", '{"backend": "xgrammar"}'],

@@ -378,7 +378,7 @@ def test_flags_of_vllm_are_taken_or_refused_by_name(tiny_checkpoint: Checkpoint)
     }
     assert LLM(folder, num_blocks=33, dtype="float32", **done_anyway).max_model_len == 512
     for name, value, message in (
-        ("tensor_parallel_size", 2, "asks for more than one device; taken is 1, got 2"),
+        ("tensor_parallel_size", 2, "asks for more than one device; only 1 is supported, got 2"),
         ("structured_outputs_config", {"backend": "x"}, "asks for another engine"),
         ("enable_lora", True, "asks for LoRA, which is not supported."),
         ("enable_chunked_prefill", False, "asks for whole prompts in one step"),

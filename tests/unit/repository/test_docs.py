@@ -89,7 +89,7 @@ def test_paths_of_pages_in_code_exist() -> None:
 
 def sentence(name: str) -> str:
     """What follows the marker, up to the first full stop before white space."""
-    head = "\n".join(README.read_text().splitlines()[:40])
+    head = "\n".join(README.read_text().splitlines()[:50])
     (text,) = re.findall(rf"<!-- {name} --> (.+?[.:])(?=\s)", head, re.DOTALL)
     return " ".join(text.split())
 

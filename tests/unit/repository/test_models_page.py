@@ -33,6 +33,46 @@ WINDOWS = {
     "switched": "where `use_sliding_window` is on",
     "unrotated": "where `use_sliding_window` is on",
 }
+NAMES = {
+    "Exaone4ForCausalLM": "EXAONE 4",
+    "Gemma2ForCausalLM": "Gemma 2",
+    "Gemma3ForCausalLM": "Gemma 3",
+    "Gemma3ForConditionalGeneration": "Gemma 3, its text part",
+    "Gemma4ForCausalLM": "Gemma 4",
+    "Gemma4ForConditionalGeneration": "Gemma 4, its text part (26B-A4B too)",
+    "Glm4ForCausalLM": "GLM-4",
+    "GptOssForCausalLM": "gpt-oss",
+    "GraniteForCausalLM": "Granite 3",
+    "GraniteMoeForCausalLM": "Granite 3, mixtures",
+    "GraniteMoeSharedForCausalLM": "Granite 3, mixtures with a shared expert",
+    "GraniteMoeHybridForCausalLM": "Granite 4",
+    "Lfm2ForCausalLM": "LFM2, LFM2.5",
+    "Lfm2MoeForCausalLM": "LFM2, mixtures",
+    "LlamaForCausalLM": "Llama, SmolLM2, TinyLlama",
+    "ArceeForCausalLM": "Arcee",
+    "Ernie4_5ForCausalLM": "ERNIE 4.5",
+    "HeliumForCausalLM": "Helium",
+    "SeedOssForCausalLM": "Seed-OSS",
+    "SmolLM3ForCausalLM": "SmolLM3",
+    "MistralForCausalLM": "Mistral",
+    "Mistral3ForConditionalGeneration": "Mistral 3, its text part",
+    "Ministral3ForCausalLM": "Ministral 3",
+    "NemotronHForCausalLM": "Nemotron-H",
+    "Olmo2ForCausalLM": "OLMo 2",
+    "Olmo3ForCausalLM": "OLMo 3",
+    "OlmoeForCausalLM": "OLMoE",
+    "Phi3ForCausalLM": "Phi-3, Phi-4-mini",
+    "Qwen2ForCausalLM": "Qwen2, Qwen2.5",
+    "Qwen2MoeForCausalLM": "Qwen2, mixtures",
+    "Qwen3ForCausalLM": "Qwen3",
+    "Qwen3MoeForCausalLM": "Qwen3, mixtures",
+    "Qwen3NextForCausalLM": "Qwen3-Next",
+    "Qwen3_5ForCausalLM": "Qwen3.5",
+    "Qwen3_5ForConditionalGeneration": "Qwen3.5, its text part",
+    "Qwen3_5MoeForCausalLM": "Qwen3.5, mixtures",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3.5, mixtures, their text part",
+}
+"""What people call the models of an architecture."""
 MACHINES = (8, 16, 32, 64)
 """Gigabytes of memory."""
 LEFT = 2
@@ -56,11 +96,12 @@ def rows(*cells: str) -> str:
 
 
 def table_of_families() -> Iterator[str]:
-    yield rows("Architecture", "GGUF", "Windows", "Experts", "Ropes", "Refused")
-    yield rows(*["---"] * 6)
+    yield rows("Models", "Architecture", "GGUF", "Windows", "Experts", "Ropes", "Refused")
+    yield rows(*["---"] * 7)
     for name, family in FAMILIES.items():
         ropes = ", ".join(family.rope_kinds)
         yield rows(
+            NAMES[name],
             f"`{name}`",
             f"`{family.gguf.architecture}`" if family.gguf else "none",
             seen_by(family),

@@ -1,4 +1,4 @@
-//! Bytes as calls of a scheduler, to a cache over the plain pool and to one over a lock-free pool.
+//! Bytes as calls of a scheduler, to a cache over the plain pool and to one over a pool that ships.
 
 #![no_main]
 

@@ -9,10 +9,9 @@ use std::sync::LazyLock;
 
 use libfuzzer_sys::fuzz_target;
 use prefixcache_core::Writer;
-use prefixcache_core::backing::BlockTokens;
-use prefixcache_core::events::ShortHash;
-use prefixcache_core::id::{BlockHash, BlockId, GroupId};
-use prefixcache_core::store::{BlockKey, BlockStore, PoolConfig};
+use prefixcache_core::events::{BlockTokens, ShortHash};
+use prefixcache_core::id::{BlockHash, BlockId, BlockKey, GroupId};
+use prefixcache_core::store::{BlockStore, PoolConfig};
 use prefixcache_file::{KvFile, Layout, describe};
 
 const NUM_BLOCKS: usize = 8;

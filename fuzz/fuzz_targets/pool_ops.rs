@@ -1,8 +1,8 @@
 //! Bytes as operations on a block pool, and on the plain one.
 //!
-//! The first byte chooses the mode, the order of the free line and the rings: long ones, with which the two pools
-//! must agree in everything, or rings of eight slots for up to 63 blocks, which fill up, so that
-//! content is dropped and nothing else may go wrong.
+//! The first byte chooses the pool (of one writer or of many), the order of the free line and the eviction policy. It
+//! may also choose many writers with rings of eight slots for up to 63 blocks, which fill up: content is dropped then,
+//! and nothing else may go wrong. With longer rings the two pools must agree in everything.
 
 #![no_main]
 

@@ -1,4 +1,4 @@
-"""A prefix KV cache with a lock-free core, and an LLM server around it.
+"""A prefix KV cache whose readers never wait, and an LLM server around it.
 
 The names below are loaded when they are first used: importing the package imports no torch.
 """

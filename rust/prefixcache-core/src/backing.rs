@@ -7,7 +7,7 @@
 use std::fmt::Debug;
 
 use crate::band::Band;
-pub use crate::events::BlockTokens;
+use crate::events::BlockTokens;
 use crate::hints::Owner;
 use crate::id::{BlockId, BlockKey};
 

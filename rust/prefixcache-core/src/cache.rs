@@ -24,11 +24,11 @@ use crate::events::EventReader;
 use crate::groups::GroupSpec;
 use crate::hash::{self, Extras, HashConfig, PrefixHashes, Scope};
 use crate::hints::Owner;
-use crate::id::{BlockHash, GroupId};
+use crate::id::{BlockHash, BlockKey, GroupId};
 use crate::policy::NameBlocks;
 use crate::retention::{self, HintStats, RetentionTable};
 use crate::sequence::{BlockHashes, Home, Sequence};
-use crate::store::{BlockKey, BlockStore, Lookup, Moves, WithReaders, sealed};
+use crate::store::{BlockStore, Lookup, Moves, WithReaders, sealed};
 use crate::sync::{Arc, Ordering};
 use crate::weights::{self, WeightsName};
 

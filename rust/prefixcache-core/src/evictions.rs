@@ -13,9 +13,8 @@ use std::time::Duration;
 use crate::band::Band;
 use crate::clock::Clock;
 use crate::error::{InvalidArgument, ListenError, require};
-use crate::id::{BlockHash, BlockId, GroupId};
+use crate::id::{BlockHash, BlockId, BlockKey, GroupId};
 use crate::records::Content;
-use crate::store::BlockKey;
 use crate::sync::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use crate::zeroed::{Zeroable, Zeroed};
 

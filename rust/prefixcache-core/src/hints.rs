@@ -6,16 +6,13 @@
 //! it: a range above the default band raises all before it as well, and after a lowered one everything is
 //! lowered up to the next that is not.
 
-pub mod band;
-
 use std::ops::Range;
 use std::time::Duration;
 
+use crate::band::Band;
 use crate::error::{Argument, InvalidArgument, require};
 use crate::groups::GroupSpec;
 use crate::hash::HashConfig;
-
-pub use band::Band;
 
 /// The most ranges that a request may have.
 pub const MAX_HINTS: usize = 32;

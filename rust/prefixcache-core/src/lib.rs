@@ -2,6 +2,7 @@
 #![warn(missing_docs)]
 
 pub mod backing;
+pub mod band;
 pub mod cache;
 mod class;
 pub mod clock;
@@ -27,7 +28,6 @@ pub use cache::tables::TableBuffers;
 pub use cache::{CacheBuilder, PrefixCache};
 pub use groups::{GroupSpec, Groups};
 pub use hash::{Extras, HashConfig, Scope};
-pub use hints::band;
 pub use id::{BlockHash, BlockId, GroupId};
 pub use policy::EvictionPolicy;
 pub use pool::{MultiWriter, Reader, Writer};

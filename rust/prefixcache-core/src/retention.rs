@@ -29,11 +29,12 @@ use std::collections::{BTreeMap, HashMap};
 use std::iter;
 
 use crate::backing::{KeptBlock, KeptHint};
+use crate::band::Band;
 use crate::error::{InvalidArgument, require};
-use crate::hints::{Band, Hints, Owner, Raising};
-use crate::id::{BlockId, Epoch, GroupId};
+use crate::hints::{Hints, Owner, Raising};
+use crate::id::{BlockId, BlockKey, Epoch, GroupId};
 use crate::sequence::{Holding, Sequence};
-use crate::store::{BlockKey, BlockStore, HintedChange};
+use crate::store::{BlockStore, HintedChange};
 use spans::{Entry, Levels, NEVER, NOBODY, NONE, OwnerSpans, Slab, Spans, Time, millis};
 
 /// Owners that may raise one content. What a further one asks for does not count, from there on.

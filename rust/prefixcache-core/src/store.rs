@@ -41,8 +41,7 @@ use crate::band::Band;
 use crate::clock::Clock;
 use crate::error::{Broken, Exhausted, InvalidArgument, ListenError, Misuse, ResizeError, require};
 use crate::events::{BlockTokens, EventLog, EventReader};
-pub use crate::id::BlockKey;
-use crate::id::{BlockId, Epoch, MAX_BLOCKS};
+use crate::id::{BlockId, BlockKey, Epoch, MAX_BLOCKS};
 use crate::policy::{EvictionPolicy, Queue, ReuseQueue, Tick};
 use crate::sync::Arc;
 

@@ -9,12 +9,10 @@ use std::hash::{BuildHasher, RandomState};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use prefixcache_core::id::{BlockId, Epoch};
+use prefixcache_core::id::{BlockId, BlockKey, Epoch};
 use prefixcache_core::policy::{EvictionPolicy, Queue};
 use prefixcache_core::pool::{MultiWriter, Writer};
-use prefixcache_core::store::{
-    BlockKey, BlockStore, FreeOrder, Lookup, Moves, PoolConfig, Registration,
-};
+use prefixcache_core::store::{BlockStore, FreeOrder, Lookup, Moves, PoolConfig, Registration};
 use prefixcache_oracle::pools::{Tested, Watched};
 use prefixcache_oracle::random::{Random, key};
 

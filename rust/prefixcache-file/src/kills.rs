@@ -12,12 +12,12 @@ use std::os::fd::FromRawFd;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::Ordering::Relaxed;
 
-use prefixcache_core::backing::{BlockTokens, KeptBlock, KeptHint};
+use prefixcache_core::backing::{KeptBlock, KeptHint};
 use prefixcache_core::band::Band;
-use prefixcache_core::events::{Change, ShortHash};
+use prefixcache_core::events::{BlockTokens, Change, ShortHash};
 use prefixcache_core::hints::Owner;
-use prefixcache_core::id::{BlockHash, BlockId, GroupId};
-use prefixcache_core::store::{BlockKey, BlockStore, Lookup, Moves, PoolConfig};
+use prefixcache_core::id::{BlockHash, BlockId, BlockKey, GroupId};
+use prefixcache_core::store::{BlockStore, Lookup, Moves, PoolConfig};
 use prefixcache_core::{Writer, store};
 use prefixcache_oracle::random::Random;
 

@@ -12,9 +12,9 @@ use prefixcache_core::cache::PrefixCache;
 use prefixcache_core::groups::Groups;
 use prefixcache_core::hash::{HashConfig, Scope};
 use prefixcache_core::hints::{Hint, Hints, Owner};
-use prefixcache_core::id::{BlockId, GroupId};
+use prefixcache_core::id::{BlockId, BlockKey, GroupId};
 use prefixcache_core::pool::Writer;
-use prefixcache_core::store::{BlockKey, BlockStore, Lookup, Moves, PoolConfig};
+use prefixcache_core::store::{BlockStore, Lookup, Moves, PoolConfig};
 
 use crate::KvFile;
 use crate::hint::{of_words, to_words};

@@ -10,8 +10,7 @@ use loom::sync::atomic::{AtomicU64, Ordering};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use prefixcache_core::band::Band;
-use prefixcache_core::id::{BlockHash, BlockId, GroupId};
-use prefixcache_core::store::BlockKey;
+use prefixcache_core::id::{BlockHash, BlockId, BlockKey, GroupId};
 use twox_hash::XxHash3_64;
 
 use Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst};

@@ -11,10 +11,10 @@ use std::hash::Hasher;
 use std::ptr::NonNull;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-use prefixcache_core::backing::{BackingStore, BlockTokens};
+use prefixcache_core::backing::BackingStore;
 use prefixcache_core::band::Band;
-use prefixcache_core::id::{BlockHash, BlockId, GroupId};
-use prefixcache_core::store::BlockKey;
+use prefixcache_core::events::BlockTokens;
+use prefixcache_core::id::{BlockHash, BlockId, BlockKey, GroupId};
 use twox_hash::XxHash3_64;
 
 /// Bytes of a checksum, which end a block's bytes.

@@ -15,11 +15,10 @@ use std::thread::Thread;
 
 use crossbeam_queue::SegQueue;
 use memmap2::{MmapOptions, MmapRaw};
-use prefixcache_core::backing::{BackingStore, BlockTokens, KeptBlock, KeptHint};
+use prefixcache_core::backing::{BackingStore, KeptBlock, KeptHint};
 use prefixcache_core::band::Band;
-use prefixcache_core::events::ShortHash;
-use prefixcache_core::id::BlockId;
-use prefixcache_core::store::BlockKey;
+use prefixcache_core::events::{BlockTokens, ShortHash};
+use prefixcache_core::id::{BlockId, BlockKey};
 use twox_hash::XxHash3_64;
 
 use crate::faults::{Fault, Injected};

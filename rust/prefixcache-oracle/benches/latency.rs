@@ -7,11 +7,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use prefixcache_core::clock::Clock;
-use prefixcache_core::id::{BlockHash, BlockId};
+use prefixcache_core::id::{BlockHash, BlockId, BlockKey};
 use prefixcache_core::policy::{EvictionPolicy, Queue, ReuseQueue};
 use prefixcache_core::pool::{MultiWriter, Writer};
-use prefixcache_core::store::{BlockKey, BlockStore, Lookup, PoolConfig, WithReaders};
-use prefixcache_oracle::plain::PlainPool;
+use prefixcache_core::store::{BlockStore, Lookup, PoolConfig, WithReaders};
+use prefixcache_oracle::map_and_list::{MapAndList, Measured};
 use prefixcache_oracle::random::key;
 
 /// Blocks of one request: a prompt of 32k tokens.
@@ -24,23 +24,21 @@ fn keys(first: usize, count: usize) -> Vec<BlockKey> {
     (first..first + count).map(|number| key(number as u64)).collect()
 }
 
-/// Takes blocks, registers them under `keys` and releases them.
-fn cache(pool: &mut impl BlockStore, keys: &[BlockKey]) {
-    let mut blocks: Vec<BlockId> = Vec::with_capacity(keys.len());
-    pool.allocate(keys.len(), &mut blocks).unwrap();
-    for (&block, &key) in blocks.iter().zip(keys) {
-        let _ = pool.register(block, key, pool.epoch()).unwrap();
-    }
+/// Takes blocks, registers them under `keys` and gives them back.
+fn cache(pool: &mut impl Measured, keys: &[BlockKey]) {
+    let mut blocks = Vec::with_capacity(keys.len());
+    pool.take(&[], keys.len(), &mut blocks);
+    blocks.iter().zip(keys).for_each(|(&block, &key)| pool.put(block, key));
     blocks.reverse();
-    pool.release(&blocks).unwrap();
+    pool.give(&blocks);
 }
 
 /// One turn of the busy writer: a request that hits is taken and given back, and one that does not
 /// evicts. `hot` stays cached, as it is taken again and again.
-fn write_turn(pool: &mut impl BlockStore, hot: &[BlockKey], turn: usize) {
+fn write_turn(pool: &mut impl Measured, hot: &[BlockKey], turn: usize) {
     let mut blocks = Vec::with_capacity(REQUEST);
-    let _ = pool.commit(hot.iter().copied(), 0, &mut blocks);
-    pool.release(&blocks).unwrap();
+    pool.take(hot, 0, &mut blocks);
+    pool.give(&blocks);
     cache(pool, &keys((turn + 2) * REQUEST, REQUEST));
 }
 
@@ -87,11 +85,11 @@ fn probe_with_writer() {
     let config = PoolConfig::new(1 << 17);
     probe_pool("many writers", MultiWriter::shared(config).unwrap(), &hot);
     probe_pool("one writer", Writer::new(config).unwrap(), &hot);
-    let mutex = Mutex::new(PlainPool::new(config).unwrap());
+    let mutex = Mutex::new(MapAndList::new(1 << 17));
     fill(&mut *mutex.lock().unwrap(), 1 << 17);
     let write = |turn| write_turn(&mut *mutex.lock().unwrap(), &hot, turn);
-    let probe = || mutex.lock().unwrap().count_leading(hot[..PROBE].iter().copied());
-    with_writer("mutex around the plain pool", write, probe);
+    let probe = || mutex.lock().unwrap().count(&hot[..PROBE]);
+    with_writer("mutex around map and list", write, probe);
 }
 
 fn probe_pool(name: &str, mut pool: impl WithReaders<Reader: Sync> + Send, hot: &[BlockKey]) {
@@ -102,7 +100,7 @@ fn probe_pool(name: &str, mut pool: impl WithReaders<Reader: Sync> + Send, hot: 
 }
 
 /// Fills a pool with cached blocks, but for one request's.
-fn fill(pool: &mut impl BlockStore, num_blocks: usize) {
+fn fill(pool: &mut impl Measured, num_blocks: usize) {
     for first in (0..num_blocks - REQUEST).step_by(REQUEST) {
         cache(pool, &keys(first, REQUEST));
     }
@@ -111,59 +109,73 @@ fn fill(pool: &mut impl BlockStore, num_blocks: usize) {
 /// Blocks of one eviction.
 const EVICTED: usize = 16;
 
-/// Tells the policy of requests of which every other one is asked again ten seconds later.
-fn inform(reuse: &ReuseQueue, round: usize) {
+/// A pool that is full of `cached` blocks, and how long it took to evict.
+struct Full<P> {
+    pool: P,
+    cached: usize,
+    round: usize,
+    samples: Vec<Duration>,
+}
+
+impl<P: Measured> Full<P> {
+    fn new(mut pool: P, cached: usize) -> Self {
+        cache(&mut pool, &keys(0, cached));
+        Self { pool, cached, round: 1, samples: Vec::new() }
+    }
+
+    /// Evicts so often, and gives back by `give` what was evicted, with new content.
+    fn evict(&mut self, times: usize, give: impl Fn(&mut P, &[BlockId], usize)) {
+        for round in self.round..self.round + times {
+            let mut blocks = Vec::with_capacity(EVICTED);
+            let before = Instant::now();
+            self.pool.take(&[], EVICTED, &mut blocks);
+            self.samples.push(before.elapsed());
+            let keys = keys(self.cached + EVICTED * round, EVICTED);
+            blocks.iter().zip(keys).for_each(|(&block, key)| self.pool.put(block, key));
+            give(&mut self.pool, &blocks, round);
+        }
+        self.round += times;
+    }
+}
+
+/// Gives back to one queue after the other, of requests of which every other one is asked again ten seconds later.
+fn give_to_queue(pool: &mut Writer, blocks: &[BlockId], round: usize) {
+    let reuse = pool.reuse_queue().expect("the policy is reuse-queue");
     reuse.set_time(Duration::from_millis(100 * round as u64));
     let hashes = |round| keys(EVICTED * round, EVICTED).into_iter().map(|key| key.hash);
     let again: Vec<_> = hashes(round.saturating_sub(100) / 2 * 2).collect();
     let turn = reuse.begin(&again);
     reuse.end(&hashes(round).collect::<Vec<_>>(), turn, EVICTED, 0);
+    pool.release_to(blocks, Queue::new((round % Queue::COUNT) as u8)).unwrap();
 }
 
-/// How long evictions take out of a pool that is full of `cached` blocks; `between` is called after each.
-fn evictions(pool: &mut impl BlockStore, cached: usize, between: impl Fn()) -> Vec<Duration> {
-    cache(pool, &keys(0, cached));
-    let evict = |round| {
-        let mut blocks = Vec::with_capacity(EVICTED);
-        let before = Instant::now();
-        pool.allocate(EVICTED, &mut blocks).unwrap();
-        let elapsed = before.elapsed();
-        for (&block, key) in blocks.iter().zip(keys(cached + EVICTED * round, EVICTED)) {
-            let _ = pool.register(block, key, pool.epoch()).unwrap();
-        }
-        if let Some(reuse) = pool.reuse_queue() {
-            inform(reuse, round);
-        }
-        let queue = Queue::new((round % Queue::COUNT) as u8);
-        pool.release_to(&blocks, queue).unwrap();
-        between();
-        elapsed
-    };
-    (1..2000).map(evict).collect()
-}
-
-/// The forms of the pool with one writer: a name, the order of eviction, and whether somebody listens to evictions.
-const FORMS: [(&str, EvictionPolicy, bool); 3] = [
-    ("one writer", EvictionPolicy::Lru, false),
-    ("one writer, evictions are reported", EvictionPolicy::Lru, true),
-    ("one writer, reuse-queue", EvictionPolicy::ReuseQueue, false),
-];
-
-/// Calls `report` with the times of the plain pool and the one with one writer at each number of blocks.
+/// Calls `report` with the times of the peer and of the pool with one writer, at each number of blocks.
 fn evict_against_cached(mut report: impl FnMut(&str, usize, Vec<Duration>)) {
     for cached in [1_000, 10_000, 100_000, 1_000_000] {
-        let config = PoolConfig::new(cached + 1);
-        let mut plain = PlainPool::new(config).unwrap();
-        report("plain", cached, evictions(&mut plain, cached, || {}));
-        for (name, eviction_policy, listens) in FORMS {
-            let mut pool = Writer::new(config.with_eviction_policy(eviction_policy)).unwrap();
-            let reader = pool.reader();
-            if listens {
-                reader.listen(4 * EVICTED, &[]).unwrap();
-            }
-            let read = || reader.take_evictions(EVICTED, &mut Vec::new());
-            report(name, cached, evictions(&mut pool, cached, read));
+        let pool = |policy| {
+            let config = PoolConfig::new(cached + 1).with_eviction_policy(policy);
+            Full::new(Writer::new(config).unwrap(), cached)
+        };
+        let mut peer = Full::new(MapAndList::new(cached + 1), cached);
+        let mut lru = pool(EvictionPolicy::Lru);
+        let mut listened = pool(EvictionPolicy::Lru);
+        let reader = listened.pool.reader();
+        reader.listen(4 * EVICTED, &[]).unwrap();
+        let mut queues = pool(EvictionPolicy::ReuseQueue);
+        // In turns: what else the machine does is then shared fairly.
+        for _ in 0..20 {
+            peer.evict(100, |pool, blocks, _| pool.give(blocks));
+            lru.evict(100, |pool, blocks, _| pool.give(blocks));
+            listened.evict(100, |pool, blocks, _| {
+                pool.give(blocks);
+                reader.take_evictions(EVICTED, &mut Vec::new());
+            });
+            queues.evict(100, give_to_queue);
         }
+        report("map and list", cached, peer.samples);
+        report("one writer", cached, lru.samples);
+        report("one writer, evictions are reported", cached, listened.samples);
+        report("one writer, reuse-queue", cached, queues.samples);
     }
 }
 

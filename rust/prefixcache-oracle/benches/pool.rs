@@ -1,16 +1,15 @@
-//! The pool next to a plain one and a mutex around a plain one, in nanoseconds a block: medians.
+//! The pools next to a map and a list, in nanoseconds a block: medians.
 //!
 //! Blocks stand in line in a shuffled order, so that the records of neighbours in line are not
 //! neighbours in memory, as after some hours of use.
 
 use std::hint::black_box;
-use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-use prefixcache_core::id::BlockId;
+use prefixcache_core::id::{BlockId, BlockKey};
 use prefixcache_core::pool::{MultiWriter, Writer};
-use prefixcache_core::store::{BlockKey, BlockStore, Lookup, Moves, PoolConfig};
-use prefixcache_oracle::plain::PlainPool;
+use prefixcache_core::store::{BlockStore, Moves, PoolConfig};
+use prefixcache_oracle::map_and_list::{MapAndList, Measured};
 use prefixcache_oracle::pools::Tested;
 use prefixcache_oracle::random::{Random, key};
 
@@ -19,91 +18,64 @@ const REQUEST: usize = 2048;
 
 const SIZES: [usize; 3] = [1 << 14, 1 << 17, 1 << 20];
 
-/// What is measured: a pool, and how its calls are made.
-trait Subject {
+/// A pool, as the bench makes it.
+trait Subject: Measured {
     const NAME: &'static str;
-    type Pool: BlockStore;
-    fn new(num_blocks: usize) -> Self;
-    fn with<T>(&mut self, work: impl FnOnce(&mut Self::Pool) -> T) -> T;
+    fn make(num_blocks: usize) -> Self;
     fn drops(&self) -> u64 {
         0
     }
 }
 
-impl Subject for PlainPool {
-    const NAME: &'static str = "plain";
-    type Pool = Self;
-    fn new(num_blocks: usize) -> Self {
+impl Subject for MapAndList {
+    const NAME: &'static str = "map_and_list";
+    fn make(num_blocks: usize) -> Self {
+        Self::new(num_blocks)
+    }
+}
+
+impl Subject for Writer {
+    const NAME: &'static str = "one_writer";
+    fn make(num_blocks: usize) -> Self {
         Self::new(PoolConfig::new(num_blocks)).unwrap()
     }
-    fn with<T>(&mut self, work: impl FnOnce(&mut Self) -> T) -> T {
-        work(self)
-    }
 }
 
-impl Subject for Mutex<PlainPool> {
-    const NAME: &'static str = "mutex";
-    type Pool = PlainPool;
-    fn new(num_blocks: usize) -> Self {
-        Self::new(<PlainPool as Subject>::new(num_blocks))
+impl Subject for MultiWriter {
+    const NAME: &'static str = "many_writers";
+    fn make(num_blocks: usize) -> Self {
+        Self::shared(PoolConfig::new(num_blocks)).unwrap()
     }
-    fn with<T>(&mut self, work: impl FnOnce(&mut PlainPool) -> T) -> T {
-        let shared: &Self = self;
-        work(&mut shared.lock().unwrap())
+    fn drops(&self) -> u64 {
+        Tested::drops(self)
     }
 }
-
-/// A pool that no thread waits for.
-macro_rules! subject {
-    ($pool:ty, $name:literal, $make:path) => {
-        impl Subject for $pool {
-            const NAME: &'static str = $name;
-            type Pool = Self;
-            fn new(num_blocks: usize) -> Self {
-                $make(PoolConfig::new(num_blocks)).unwrap()
-            }
-            fn with<T>(&mut self, work: impl FnOnce(&mut Self) -> T) -> T {
-                work(self)
-            }
-            fn drops(&self) -> u64 {
-                Tested::drops(self)
-            }
-        }
-    };
-}
-
-subject!(Writer, "one_writer", Writer::new);
-subject!(MultiWriter, "many_writers", MultiWriter::shared);
 
 /// The keys of a request's blocks, head first.
 fn keys(request: usize) -> Vec<BlockKey> {
     (0..REQUEST).map(|at| key((request * REQUEST + at) as u64)).collect()
 }
 
-fn register_all(pool: &mut impl BlockStore, blocks: &[BlockId], keys: &[BlockKey]) {
-    for (&block, &key) in blocks.iter().zip(keys) {
-        let _ = pool.register(block, key, pool.epoch()).unwrap();
-    }
+fn put_all(pool: &mut impl Measured, blocks: &[BlockId], keys: &[BlockKey]) {
+    blocks.iter().zip(keys).for_each(|(&block, &key)| pool.put(block, key));
 }
 
 /// A pool that is full of requests' content, all of it free; how many requests.
 fn full<S: Subject>(num_blocks: usize) -> (S, usize) {
-    let mut subject = S::new(num_blocks + 1);
+    let mut pool = S::make(num_blocks + 1);
     let requests = num_blocks / REQUEST;
-    subject.with(|pool| {
-        let mut blocks = Vec::new();
-        pool.allocate(num_blocks, &mut blocks).unwrap();
-        let mut random = Random(1);
-        for at in (1..blocks.len()).rev() {
-            blocks.swap(at, random.below(at as u64 + 1) as usize);
-        }
-        for (request, blocks) in blocks.chunks_exact(REQUEST).enumerate() {
-            register_all(pool, blocks, &keys(request));
-        }
-        blocks.reverse();
-        pool.release(&blocks).unwrap();
-    });
-    (subject, requests)
+    let mut blocks = Vec::new();
+    pool.take(&[], num_blocks, &mut blocks);
+    let mut random = Random(1);
+    for at in (1..blocks.len()).rev() {
+        blocks.swap(at, random.below(at as u64 + 1) as usize);
+    }
+    for (request, blocks) in blocks.chunks_exact(REQUEST).enumerate() {
+        put_all(&mut pool, blocks, &keys(request));
+    }
+    blocks.reverse();
+    pool.give(&blocks);
+    (pool, requests)
 }
 
 fn time<T>(work: impl FnOnce() -> T) -> (Duration, T) {
@@ -112,15 +84,17 @@ fn time<T>(work: impl FnOnce() -> T) -> (Duration, T) {
     (start.elapsed(), result)
 }
 
-/// Prints the median time of a block, if the name has all words of the command line. `once` returns the time of
-/// one round with `blocks` blocks.
-fn measure<S: Subject>(what: &str, size: usize, blocks: usize, mut once: impl FnMut() -> Duration) {
-    const SAMPLE: Duration = Duration::from_millis(2);
+/// The name of a measurement, if it has all words of the command line.
+fn named<S: Subject>(what: &str, size: usize) -> Option<String> {
     let name = format!("{what}/{}/{size}", S::NAME);
     let mut words = std::env::args().skip(1).filter(|word| word != "--bench");
-    if !words.all(|word| name.contains(&word)) {
-        return;
-    }
+    words.all(|word| name.contains(&word)).then_some(name)
+}
+
+/// Prints the median time of a block. `once` returns the time of one round with `blocks` blocks.
+fn measure(name: Option<String>, blocks: usize, mut once: impl FnMut() -> Duration) {
+    const SAMPLE: Duration = Duration::from_millis(2);
+    let Some(name) = name else { return };
     let mut run = |rounds| (0..rounds).map(|_| once()).sum::<Duration>();
     let mut rounds = 1;
     while run(rounds) < SAMPLE {
@@ -134,19 +108,18 @@ fn measure<S: Subject>(what: &str, size: usize, blocks: usize, mut once: impl Fn
 
 fn allocate_and_free<S: Subject>(batch: usize) {
     for size in SIZES {
-        let mut subject = S::new(size + 1);
+        let mut pool = S::make(size + 1);
         let mut blocks = Vec::with_capacity(batch);
         // Together: a clock between them would take as long as one block.
         let mut rounds = || {
             for _ in 0..REQUEST / batch {
                 blocks.clear();
-                let taken = subject.with(|pool| pool.allocate(batch, &mut blocks));
-                taken.unwrap();
-                subject.with(|pool| pool.release(&blocks)).unwrap();
+                pool.take(&[], batch, &mut blocks);
+                pool.give(&blocks);
             }
         };
         let what = format!("allocate_and_free_{batch}");
-        measure::<S>(&what, size, REQUEST, || time(&mut rounds).0);
+        measure(named::<S>(&what, size), REQUEST, || time(&mut rounds).0);
     }
 }
 
@@ -158,58 +131,53 @@ fn on_full_pools<S: Subject>(
     mut work: impl FnMut(&mut S, usize) -> Duration,
 ) {
     for size in SIZES {
-        let (mut subject, requests) = full::<S>(size);
-        let what = format!("{what}_{batch}");
-        measure::<S>(&what, size, batch, || work(&mut subject, requests));
-        assert_eq!(subject.drops(), 0, "content was dropped");
+        let name = named::<S>(&format!("{what}_{batch}"), size);
+        if name.is_none() {
+            continue;
+        }
+        let (mut pool, requests) = full::<S>(size);
+        measure(name, batch, || work(&mut pool, requests));
+        assert_eq!(pool.drops(), 0, "content was dropped");
     }
 }
 
 fn evict<S: Subject>(batch: usize) {
     // More than any pool holds.
     let mut fresh = 1 << 20;
-    on_full_pools::<S>("evict", batch, |subject, _| {
+    on_full_pools::<S>("evict", batch, |pool, _| {
         let mut blocks = Vec::with_capacity(batch);
-        let (elapsed, outcome) = time(|| subject.with(|pool| pool.allocate(batch, &mut blocks)));
-        outcome.unwrap();
+        let (elapsed, _) = time(|| pool.take(&[], batch, &mut blocks));
         fresh += 1;
-        subject.with(|pool| {
-            register_all(pool, &blocks, &keys(fresh));
-            pool.release(&blocks).unwrap();
-        });
+        put_all(pool, &blocks, &keys(fresh));
+        pool.give(&blocks);
         elapsed
     });
 }
 
 fn touch_and_release<S: Subject>() {
     let mut random = Random(2);
-    on_full_pools::<S>("touch_and_release", REQUEST, |subject, requests| {
+    on_full_pools::<S>("touch_and_release", REQUEST, |pool, requests| {
         let keys = keys(random.below(requests as u64) as usize);
-        let hits = keys.iter().copied();
         let mut blocks = Vec::with_capacity(REQUEST);
-        let (taking, hits) = time(|| subject.with(|pool| pool.commit(hits, 0, &mut blocks)));
-        assert_eq!(hits, Ok(REQUEST));
+        let (taking, hits) = time(|| pool.take(&keys, 0, &mut blocks));
+        assert_eq!(hits, REQUEST);
         blocks.reverse();
-        let (giving, outcome) = time(|| subject.with(|pool| pool.release(&blocks)));
-        outcome.unwrap();
-        taking + giving
+        taking + time(|| pool.give(&blocks)).0
     });
 }
 
 fn probe<S: Subject>() {
     let mut random = Random(3);
-    on_full_pools::<S>("probe", REQUEST, |subject, requests| {
+    on_full_pools::<S>("probe", REQUEST, |pool, requests| {
         let keys = keys(random.below(requests as u64) as usize);
-        let hits =
-            |pool: &mut S::Pool| keys.iter().filter(|key| pool.lookup(key).is_some()).count();
-        let (elapsed, hits) = time(|| subject.with(hits));
+        let (elapsed, hits) = time(|| keys.iter().filter(|key| pool.find(key).is_some()).count());
         assert_eq!(hits, REQUEST);
         elapsed
     });
 }
 
 fn build<S: Subject>() {
-    measure::<S>("build", 1 << 20, 1, || time(|| S::new(1 << 20)).0);
+    measure(named::<S>("build", 1 << 20), 1, || time(|| S::make(1 << 20)).0);
 }
 
 /// Blocks of a pool that is resized, about 100,000.
@@ -230,12 +198,12 @@ fn shrink(pool: &mut impl BlockStore) {
     assert_eq!(pool.stats().cached, half - 1);
 }
 
-fn resize<S: Subject>() {
-    let bench = |what: &str, prepare: fn(&mut S::Pool), work: fn(&mut S::Pool)| {
-        measure::<S>(what, RESIZED, 1, || {
-            let (mut subject, _) = full::<S>(RESIZED);
-            subject.with(prepare);
-            time(|| subject.with(work)).0
+fn resize<S: Subject + BlockStore>() {
+    let bench = |what: &str, prepare: fn(&mut S), work: fn(&mut S)| {
+        measure(named::<S>(what, RESIZED), 1, || {
+            let (mut pool, _) = full::<S>(RESIZED);
+            prepare(&mut pool);
+            time(|| work(&mut pool)).0
         });
     };
     bench("shrink_to_half", |_| {}, shrink);
@@ -255,11 +223,9 @@ fn all_of<S: Subject>() {
 }
 
 fn main() {
-    all_of::<PlainPool>();
-    all_of::<Mutex<PlainPool>>();
+    all_of::<MapAndList>();
     all_of::<MultiWriter>();
     all_of::<Writer>();
-    // The plain pool looks through its whole line for each move.
     resize::<MultiWriter>();
     resize::<Writer>();
 }

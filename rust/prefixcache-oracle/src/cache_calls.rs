@@ -1,5 +1,5 @@
-//! A scheduler's calls to two caches, one over the plain pool and one over a lock-free pool: the same answers, hits,
-//! block tables and free order after each.
+//! A scheduler's calls to two caches, one over the plain pool and one over a pool that ships: the same answers,
+//! hits, block tables and free order after each.
 //!
 //! Calls are made of three bytes, so that a random test, a fuzzer and a person can all write them.
 

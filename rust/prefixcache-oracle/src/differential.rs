@@ -1,4 +1,4 @@
-//! One script, two pools: the plain one and a lock-free one, compared after every step.
+//! One script, two pools: the plain one and one that ships, compared after every step.
 //!
 //! Steps are made of three bytes, so that a random test, a fuzzer and a person can all write them.
 
@@ -8,9 +8,9 @@ use std::time::Duration;
 use crate::plain::PlainPool;
 use crate::pools::{Tested, Watched};
 use prefixcache_core::band::Band;
-use prefixcache_core::id::{BlockHash, BlockId, Epoch, GroupId};
+use prefixcache_core::id::{BlockHash, BlockId, BlockKey, Epoch, GroupId};
 use prefixcache_core::policy::{EvictionPolicy, Queue, ReuseQueue, Turn};
-use prefixcache_core::store::{BlockKey, BlockStore, FreeOrder, Lookup, Moves, PoolConfig};
+use prefixcache_core::store::{BlockStore, FreeOrder, Lookup, Moves, PoolConfig};
 
 /// Keys that a script can name.
 const KEYS: u8 = 48;

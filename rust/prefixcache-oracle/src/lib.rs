@@ -5,6 +5,7 @@
 pub mod cache_calls;
 pub mod differential;
 pub mod hashes;
+pub mod map_and_list;
 pub mod plain;
 pub mod plain_retention;
 pub mod pools;

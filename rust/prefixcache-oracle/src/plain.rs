@@ -1,7 +1,6 @@
 //! The obvious single-owner pool: arrays and links that are array indices.
 //!
-//! It is the oracle of the lock-free [`BlockStore`], so it favours being read over being fast; all
-//! the same every operation is O(1) per block, the removal from the middle of a tier included.
+//! It is the oracle of both pools of `prefixcache-core`, so it favours being read over being fast.
 
 use std::time::Duration;
 
@@ -9,13 +8,13 @@ use prefixcache_core::band::Band;
 use prefixcache_core::clock::Clock;
 use prefixcache_core::error::{Broken, Exhausted, InvalidArgument, Misuse, ResizeError};
 use prefixcache_core::evictions::{Cause, EvictedBlock, Eviction};
-use prefixcache_core::id::{BlockId, Epoch};
+use prefixcache_core::id::{BlockId, BlockKey, Epoch};
 use prefixcache_core::policy::{EvictionPolicy, Queue, Rank, ReuseQueue};
 use prefixcache_core::pool::{BlockMap, BlockState};
 use prefixcache_core::store::sealed::{Inner, Sealed};
 use prefixcache_core::store::{
-    BlockKey, BlockStore, FreeOrder, Lookup, MAX_COPIES, Marks, Move, Moves, PoolConfig,
-    Registration, StoreStats,
+    BlockStore, FreeOrder, Lookup, MAX_COPIES, Marks, Move, Moves, PoolConfig, Registration,
+    StoreStats,
 };
 
 /// A free block's place: the end of a line of free blocks that it stands in.

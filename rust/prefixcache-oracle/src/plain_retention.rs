@@ -3,10 +3,10 @@
 use prefixcache_core::band::Band;
 use prefixcache_core::groups::{GroupSpec, Groups};
 use prefixcache_core::hints::{Hint, Owner};
-use prefixcache_core::id::{BlockId, Epoch, GroupId};
+use prefixcache_core::id::{BlockId, BlockKey, Epoch, GroupId};
 use prefixcache_core::retention::{HintStats, MAX_OWNERS, RetentionTable};
 use prefixcache_core::sequence::Sequence;
-use prefixcache_core::store::{BlockKey, BlockStore};
+use prefixcache_core::store::BlockStore;
 
 /// A retention table, as a driver of several pools calls it.
 pub trait Hinting {

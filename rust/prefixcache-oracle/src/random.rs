@@ -1,7 +1,6 @@
 //! Random numbers and keys for tests and benches.
 
-use prefixcache_core::id::{BlockHash, GroupId};
-use prefixcache_core::store::BlockKey;
+use prefixcache_core::id::{BlockHash, BlockKey, GroupId};
 
 /// A generator that is good enough to choose and to shuffle with (splitmix64; Steele, Lea, Flood, 2014).
 pub struct Random(pub u64);

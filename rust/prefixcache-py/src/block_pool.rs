@@ -1,8 +1,8 @@
 //! The Python class `BlockPool`: the pool alone, for a caller that keeps its own hashes and tables.
 
-use prefixcache_core::id::{BlockHash, BlockId, Epoch, GroupId};
+use prefixcache_core::id::{BlockHash, BlockId, BlockKey, Epoch, GroupId};
 use prefixcache_core::pool::{self, AnyReader, AnyWriter, MultiWriter};
-use prefixcache_core::store::{BlockKey, BlockStore, FreeOrder, Lookup, Registration, WithReaders};
+use prefixcache_core::store::{BlockStore, FreeOrder, Lookup, Registration, WithReaders};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 

@@ -3,11 +3,11 @@
 use super::{PrefixCache, check_len, fault};
 use crate::error::{Argument, CacheError, InvalidArgument, Misuse, SequenceFault, require};
 use crate::groups::GroupSpec;
-use crate::id::{BlockHash, BlockId, GroupId, MAX_BLOCKS};
+use crate::id::{BlockHash, BlockId, BlockKey, GroupId, MAX_BLOCKS};
 use crate::policy::Turn;
 use crate::sequence::retention::Fate;
 use crate::sequence::{Holding, Sequence, Table};
-use crate::store::{BlockKey, BlockStore};
+use crate::store::BlockStore;
 use crate::sync::Ordering;
 
 /// A new block in the place of one that a hit needs and the pool does not have.

@@ -7,11 +7,11 @@ use super::committing::{NewBlocks, Taken};
 use super::{PrefixCache, check_len};
 use crate::error::{Argument, CacheError, Misuse, require};
 use crate::groups::GroupSpec;
-use crate::id::{BlockHash, BlockId};
+use crate::id::{BlockHash, BlockId, BlockKey};
 use crate::policy::Queue;
 use crate::sequence::retention::{Anchors, Fate};
 use crate::sequence::{Abandoned, Holding, Sequence, Table};
-use crate::store::{BlockKey, BlockStore, Marks};
+use crate::store::{BlockStore, Marks};
 
 impl<S: BlockStore> PrefixCache<S> {
     /// Gives all blocks of each sequence back, the tail first, so that it is evicted before the head. What the

@@ -3,13 +3,12 @@
 use std::iter;
 
 use super::{PrefixCache, check_len, fault};
-use crate::backing::BlockTokens;
 use crate::error::{Argument, CacheError, Misuse, SequenceFault, require};
-use crate::events::EventLog;
+use crate::events::{BlockTokens, EventLog};
 use crate::hash::Scope;
-use crate::id::{BlockHash, BlockId, GroupId};
+use crate::id::{BlockHash, BlockId, BlockKey, GroupId};
 use crate::sequence::{Holding, Sequence, Table};
-use crate::store::{BlockKey, BlockStore, Registration};
+use crate::store::{BlockStore, Registration};
 
 /// How many registrations ahead the bucket of a key is fetched.
 const EXPECT_AHEAD: usize = 8;

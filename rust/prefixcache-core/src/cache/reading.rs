@@ -3,9 +3,9 @@
 use super::{PrefixCache, fault};
 use crate::error::{CacheError, SequenceFault};
 use crate::groups::GroupSpec;
-use crate::id::{BlockHash, GroupId};
+use crate::id::{BlockHash, BlockKey, GroupId};
 use crate::sequence::{BlockHashes, Sequence};
-use crate::store::{BlockKey, Lookup};
+use crate::store::Lookup;
 
 impl<S: Lookup> PrefixCache<S> {
     /// How many leading tokens hit, in full blocks: the longest length of which every group has the
@@ -212,10 +212,10 @@ impl<S: Lookup> PrefixCache<S> {
 #[cfg(all(test, debug_assertions, not(any(loom, shuttle))))]
 mod tests {
     use super::*;
+    use crate::band::Band;
     use crate::error::CacheError;
     use crate::groups::Groups;
     use crate::hash::{HashConfig, Scope};
-    use crate::hints::Band;
     use crate::pool::Writer;
     use crate::store::{BlockStore, PoolConfig};
     use crate::sync::{Fault, faults};

@@ -62,18 +62,25 @@ pub(crate) struct Bucket {
 unsafe impl Zeroable for Bucket {}
 
 impl Bucket {
-    /// One bit for each entry with this tag. Without a branch for each: they are looked at in every
-    /// lookup, and one of them matches, no one knows which.
+    /// One bit for each entry that is `wanted`. Without a branch for each: one of them is, no one knows which.
     #[inline]
-    fn matching(&self, tag: u32, order: Ordering) -> u32 {
-        let same = |entry: &AtomicU64| u32::from(tag_of(entry.load(order)) == tag);
+    fn bits(&self, order: Ordering, wanted: impl Fn(u64) -> bool) -> u32 {
         let entries = self.entries.iter().enumerate();
-        entries.fold(0, |bits, (place, entry)| bits | same(entry) << place)
+        entries.fold(0, |bits, (place, entry)| bits | u32::from(wanted(entry.load(order))) << place)
     }
 
+    /// One bit for each entry with this tag.
+    #[inline]
+    fn matching(&self, tag: u32, order: Ordering) -> u32 {
+        self.bits(order, |entry| tag_of(entry) == tag)
+    }
+
+    /// Where an entry stands; of 0, the first empty place.
+    #[inline]
     pub(crate) fn place_of(&self, entry: u64) -> Option<&AtomicU64> {
-        // Relaxed: whoever goes on to change the place exchanges it, which checks and acquires.
-        self.entries.iter().find(|place| place.load(Relaxed) == entry)
+        // Relaxed: whoever goes on to change the place exchanges it, which checks and acquires, or is the only writer.
+        let places = self.bits(Relaxed, |other| other == entry);
+        self.entries.get(places.trailing_zeros() as usize)
     }
 
     pub(crate) fn is_passed(&self) -> bool {

@@ -6,7 +6,8 @@
 
 use std::ops::{Index, IndexMut};
 
-use crate::hints::{Band, Owner, Wish};
+use crate::band::Band;
+use crate::hints::{Owner, Wish};
 use crate::id::BlockId;
 
 /// No entry, no span.

@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use prefixcache_core::band::Band;
-use prefixcache_core::id::BlockId;
+use prefixcache_core::id::{BlockId, BlockKey};
 use prefixcache_core::pool::{BlockMap, BlockState, MultiWriter, Writer};
-use prefixcache_core::store::{BlockKey, BlockStore, PoolConfig, WithReaders};
+use prefixcache_core::store::{BlockStore, PoolConfig, WithReaders};
 use prefixcache_oracle::pools::{Tested, Watched};
 use prefixcache_oracle::random::{Random, key};
 use proptest::prelude::*;

@@ -1,4 +1,4 @@
-//! Random requests to a cache over each pool: the plain pool and both lock-free ones answer alike.
+//! Random requests to a cache over each pool: the plain pool and both that ship answer alike.
 //!
 //! The plain pool counts hits block by block; the single writer's finds them by bisection, and its reader of events
 //! knows at every moment what can be found under no salt.

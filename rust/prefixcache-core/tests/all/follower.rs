@@ -5,9 +5,9 @@ use std::collections::{BTreeMap, HashMap};
 use prefixcache_core::cache::PrefixCache;
 use prefixcache_core::events::{Change, EventReader, Run, ShortHash};
 use prefixcache_core::hash::Scope;
-use prefixcache_core::id::GroupId;
+use prefixcache_core::id::{BlockKey, GroupId};
 use prefixcache_core::sequence::Sequence;
-use prefixcache_core::store::{BlockKey, BlockStore};
+use prefixcache_core::store::BlockStore;
 
 type Name = (GroupId, ShortHash);
 

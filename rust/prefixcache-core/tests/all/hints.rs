@@ -7,14 +7,14 @@ use prefixcache_core::cache::PrefixCache;
 use prefixcache_core::groups::{GroupSpec, Groups};
 use prefixcache_core::hash::{HashConfig, Scope};
 use prefixcache_core::hints::{Hint, Hints, Owner};
-use prefixcache_core::id::GroupId;
+use prefixcache_core::id::{BlockKey, GroupId};
 use prefixcache_core::policy::EvictionPolicy;
 use prefixcache_core::pool::Writer;
 use prefixcache_core::retention::{MAX_OWNERS, RetentionTable};
 use prefixcache_core::sequence::retention::{Pins, Retention};
 use prefixcache_core::sequence::{BlockHashes, Sequence};
 use prefixcache_core::store::sealed::Inner;
-use prefixcache_core::store::{BlockKey, BlockStore, Lookup, PoolConfig};
+use prefixcache_core::store::{BlockStore, Lookup, PoolConfig};
 use proptest::collection::vec;
 use proptest::prelude::*;
 

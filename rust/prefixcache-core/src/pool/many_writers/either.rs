@@ -7,14 +7,14 @@ use crate::backing::{BackingStore, KeptBlock};
 use crate::band::Band;
 use crate::clock::Clock;
 use crate::error::{Broken, Exhausted, InvalidArgument, ListenError, Misuse, ResizeError};
-use crate::events::{EventLog, EventReader};
+use crate::events::{BlockTokens, EventLog, EventReader};
 use crate::evictions::{Eviction, ReuseGaps};
-use crate::id::{BlockId, Epoch};
+use crate::id::{BlockId, BlockKey, Epoch};
 use crate::policy::{Queue, ReuseQueue};
 use crate::pool::{BlockMap, Reader, Writer};
 use crate::store::sealed::Sealed;
 use crate::store::{
-    BlockKey, BlockStore, HintedChange, Lookup, Marks, Moves, Registration, StoreStats, WithReaders,
+    BlockStore, HintedChange, Lookup, Marks, Moves, Registration, StoreStats, WithReaders,
 };
 use crate::sync::Arc;
 
@@ -146,7 +146,7 @@ impl<O: BlockStore, M: BlockStore> BlockStore for Either<O, M> {
         fn keep_events(block_size: usize) -> Result<EventReader, ListenError>;
         fn keep_in(store: Arc<dyn BackingStore>, kept: &[KeptBlock]) -> Result<usize, ListenError>;
         fn take_hinted_change() -> Option<HintedChange>;
-        fn keep_tokens(block: BlockId, tokens: crate::backing::BlockTokens<'_>);
+        fn keep_tokens(block: BlockId, tokens: BlockTokens<'_>);
         fn keep_hint(block: BlockId, band: Band, hint: crate::backing::KeptHint);
         fn set_durable(durable: bool);
         fn end_order();

@@ -7,10 +7,10 @@ use super::MultiWriter as Pool;
 use crate::band::Band;
 use crate::class::Class;
 use crate::evictions::Eviction;
-use crate::id::{BlockHash, BlockId, GroupId};
+use crate::id::{BlockHash, BlockId, BlockKey, GroupId};
 use crate::policy::{EvictionPolicy, Queue};
 use crate::records::Content;
-use crate::store::{BlockKey, BlockStore, Lookup, Moves, PoolConfig, Registration};
+use crate::store::{BlockStore, Lookup, Moves, PoolConfig, Registration};
 use crate::sync::{AtomicU64, Ordering, model};
 
 /// Starts a thread with a right of its own to change the pool.

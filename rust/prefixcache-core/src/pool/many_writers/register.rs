@@ -8,10 +8,10 @@ use super::words::{add, fence};
 use crate::class::Class;
 use crate::error::Misuse;
 use crate::evictions::Cause;
-use crate::id::{BlockId, Epoch};
+use crate::id::{BlockId, BlockKey, Epoch};
 use crate::records::index::{Only, Spot};
 use crate::records::{Content, Found, OPEN};
-use crate::store::{BlockKey, MAX_COPIES, Marks, Registration};
+use crate::store::{MAX_COPIES, Marks, Registration};
 use crate::sync::{AtomicU64, Fault, Ordering, OwnLine, planted};
 
 use Ordering::{AcqRel, Acquire};

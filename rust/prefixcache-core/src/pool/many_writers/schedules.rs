@@ -8,8 +8,8 @@ use shuttle::rand::{Rng, thread_rng};
 use shuttle::thread;
 
 use super::MultiWriter;
-use crate::id::{BlockHash, BlockId, GroupId};
-use crate::store::{BlockKey, BlockStore, FreeOrder, Lookup, Moves, PoolConfig};
+use crate::id::{BlockHash, BlockId, BlockKey, GroupId};
+use crate::store::{BlockStore, FreeOrder, Lookup, Moves, PoolConfig};
 use crate::sync::{Arc, AtomicU64, Fault, Ordering, faults};
 
 const BLOCKS: usize = 12;

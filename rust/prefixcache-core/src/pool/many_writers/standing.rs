@@ -5,9 +5,8 @@ use super::block::Transition::Done;
 use crate::band::Band;
 use crate::class::Standing;
 use crate::error::Misuse;
-use crate::id::BlockId;
+use crate::id::{BlockId, BlockKey};
 use crate::records::Content;
-use crate::store::BlockKey;
 use crate::sync::{Fault, planted};
 
 /// How many of the blocks something was done with, up to the first that nobody holds.

@@ -7,9 +7,8 @@ use super::ring::VacatedSlots;
 use crate::class::Class;
 use crate::error::Exhausted;
 use crate::evictions::Cause;
-use crate::id::BlockId;
+use crate::id::{BlockId, BlockKey};
 use crate::policy::{Queue, Rank, ReuseQueue, Tick};
-use crate::store::BlockKey;
 use crate::sync::{Fault, planted, spin_loop};
 
 /// Blocks that a call takes from the line.

@@ -8,11 +8,11 @@ use super::validate::validate;
 use crate::band::Band;
 use crate::clock::Clock;
 use crate::error::{Broken, Exhausted, Misuse, PoolError, ResizeError};
-use crate::id::{BlockId, Epoch};
+use crate::id::{BlockId, BlockKey, Epoch};
 use crate::policy::{Queue, ReuseQueue};
 use crate::store::sealed::Sealed;
 use crate::store::{
-    BlockKey, BlockStore, Lookup, Marks, Moves, PoolConfig, Registration, StoreStats, WithReaders,
+    BlockStore, Lookup, Marks, Moves, PoolConfig, Registration, StoreStats, WithReaders,
 };
 use crate::sync::Arc;
 

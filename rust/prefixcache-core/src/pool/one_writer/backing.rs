@@ -1,14 +1,14 @@
 //! A pool over memory that outlives the process: see [`backing`](crate::backing).
 
 use super::Writer;
-use crate::backing::{BackingStore, BlockTokens, KeptBlock};
+use crate::backing::{BackingStore, KeptBlock};
 use crate::band::Band;
 use crate::class::{Destination, Standing};
 use crate::error::{ListenError, require};
-use crate::events::{EventLog, EventReader};
+use crate::events::{BlockTokens, EventLog, EventReader};
 use crate::evictions::Cause;
-use crate::id::BlockId;
-use crate::store::{BlockKey, BlockStore, Lookup, Registration};
+use crate::id::{BlockId, BlockKey};
+use crate::store::{BlockStore, Lookup, Registration};
 use crate::sync::Arc;
 
 impl Writer {

@@ -6,10 +6,10 @@ use super::journal::Change;
 use crate::class::{Class, ClassSet};
 use crate::error::Misuse;
 use crate::evictions::Cause;
-use crate::id::{BlockId, Epoch};
+use crate::id::{BlockId, BlockKey, Epoch};
 use crate::records::index::{Only, Spot};
 use crate::records::{Content, Found};
-use crate::store::{BlockKey, MAX_COPIES, Registration};
+use crate::store::{MAX_COPIES, Registration};
 
 /// Blocks whose entries are removed together.
 const BATCH: usize = 32;

@@ -24,9 +24,7 @@ impl Index {
     ) {
         let entry = spot.entry(block);
         for (passed, bucket) in self.chain(spot).enumerate() {
-            // Relaxed: nobody else changes the entries.
-            let empty = bucket.entries.iter().find(|entry| entry.load(Relaxed) == 0);
-            if let Some(place) = empty {
+            if let Some(place) = bucket.place_of(0) {
                 // Release: with the entry the block's record is seen, and that the buckets before count it.
                 place.store(entry, Release);
             } else if !self.replace_ended(spot, bucket, entry, &ended) {

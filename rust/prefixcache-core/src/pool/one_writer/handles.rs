@@ -4,20 +4,20 @@ use std::time::Duration;
 
 use super::block::Block;
 use super::{BlockPool, Ordering::Relaxed, Reader, Writer};
-use crate::backing::{BackingStore, BlockTokens, KeptBlock, KeptHint};
+use crate::backing::{BackingStore, KeptBlock, KeptHint};
 use crate::band::Band;
 use crate::class::{Class, Destination};
 use crate::clock::Clock;
 use crate::error::{Broken, Exhausted, InvalidArgument, ListenError, Misuse, ResizeError};
-use crate::events::{EventLog, EventReader};
+use crate::events::{BlockTokens, EventLog, EventReader};
 use crate::evictions::{Cause, Eviction, EvictionLog, ReuseGaps};
-use crate::id::{BlockId, Epoch};
+use crate::id::{BlockId, BlockKey, Epoch};
 use crate::policy::{Queue, ReuseQueue};
 use crate::pool::map::{BlockMap, BlockState, check_arguments};
 use crate::records::Content;
 use crate::store::sealed::Sealed;
 use crate::store::{
-    BlockKey, BlockStore, HintedChange, Lookup, Marks, Moves, Registration, StoreStats, WithReaders,
+    BlockStore, HintedChange, Lookup, Marks, Moves, Registration, StoreStats, WithReaders,
 };
 use crate::sync::Arc;
 

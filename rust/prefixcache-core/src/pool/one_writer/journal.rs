@@ -8,10 +8,10 @@ use crate::band::Band;
 use crate::class::{Class, Standing};
 use crate::events::EventLog;
 use crate::evictions::Cause;
-use crate::id::BlockId;
+use crate::id::{BlockId, BlockKey};
 use crate::records::Content;
 use crate::records::index::Spot;
-use crate::store::{BlockKey, HintedChange};
+use crate::store::HintedChange;
 use crate::sync::Arc;
 
 /// Changes after which a long call drains the journal before its end.

@@ -4,8 +4,8 @@ use loom::sync::Arc;
 use loom::thread;
 
 use super::{Reader, Writer};
-use crate::id::{BlockHash, BlockId, GroupId};
-use crate::store::{BlockKey, BlockStore, Lookup, Moves, PoolConfig, WithReaders};
+use crate::id::{BlockHash, BlockId, BlockKey, GroupId};
+use crate::store::{BlockStore, Lookup, Moves, PoolConfig, WithReaders};
 use crate::sync::{AtomicU64, Ordering::Relaxed, model};
 
 fn key(number: u8) -> BlockKey {

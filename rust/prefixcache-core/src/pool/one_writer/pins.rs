@@ -8,10 +8,9 @@ use super::lists::Chain;
 use crate::band::Band;
 use crate::class::{Class, Destination, Standing};
 use crate::error::Misuse;
-use crate::id::BlockId;
+use crate::id::{BlockId, BlockKey};
 use crate::policy::Tick;
 use crate::records::Content;
-use crate::store::BlockKey;
 
 impl Writer {
     /// Pins the content of blocks in use; how much of it was not pinned before.

@@ -7,9 +7,8 @@ use super::lists::List;
 use crate::class::Class;
 use crate::error::Exhausted;
 use crate::evictions::Cause;
-use crate::id::BlockId;
+use crate::id::{BlockId, BlockKey};
 use crate::policy::{Queue, Rank, Tick};
-use crate::store::BlockKey;
 
 impl Writer {
     /// Takes the leading `keys` that hit and `num_new` other blocks, or nothing; the number of hits.

@@ -52,6 +52,15 @@ def connect(address: str, sent: bytes = b"") -> socket.socket:
     return connection
 
 
+def read_until(connection: socket.socket, end: bytes) -> None:
+    """Reads what ends so, in however many parts it comes."""
+    found = b""
+    while not found.endswith(end):
+        part = connection.recv(65536)
+        assert part, found
+        found += part
+
+
 def rest(connection: socket.socket) -> bytes:
     """What comes until the server closes the connection, which must happen."""
     parts: list[bytes] = []
@@ -165,8 +174,7 @@ def test_beyond_the_limit_the_longest_wait_makes_room_and_answers_go_on() -> Non
         assert b"retry-after: 1" in answer.lower()
         app.may_end = True
         for connection in busy:
-            while not connection.recv(65536).endswith(b"done\r\n0\r\n\r\n"):
-                pass
+            read_until(connection, b"done\r\n0\r\n\r\n")
         last = stack.enter_context(
             connect(address, GET.replace(b"\r\n\r\n", b"\r\n" + CLOSED + b"\r\n"))
         )
@@ -297,7 +305,7 @@ def test_what_is_no_http_is_refused(num_before: int) -> None:
         connection = connect(address)
         for _ in range(num_before):
             connection.sendall(GET)
-            assert connection.recv(65536).endswith(b"\r\n\r\n0")
+            read_until(connection, b"\r\n\r\n0")
         connection.sendall(b"\0\1\2")
         head, _, body = rest(connection).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 Bad Request")

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
+import numpy.typing as npt
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from prefixcache.config.checked import shown
@@ -31,13 +32,14 @@ from prefixcache.engine.control import Control
 from prefixcache.engine.pool_watch import WATCH_SECONDS, PoolWatch, adjust_pool
 from prefixcache.engine.request_rules import CheckedIds
 from prefixcache.engine.weights.weights_push import Chunk
-from prefixcache.exceptions import wrong
+from prefixcache.exceptions import PrefixCacheError, wrong
 from prefixcache.text.chat.message import Message
 from prefixcache.text.chat.parser_names import ReasoningParserName, ToolCallParserName
 from prefixcache.text.chat.plan import ChatFormat, ChatPlan
 from prefixcache.text.chat.tools import read_tool_use
 from prefixcache.text.tokenization.tokenizer import with_bad_words
 from prefixcache.types.modes import InFlightMode
+from prefixcache.types.pooling import Pooling
 from prefixcache.types.request import (
     CacheOptions,
     FinishReason,
@@ -69,7 +71,7 @@ class CompletionOutput:
 
     `weight_versions` says which tokens came from which weights.
     Of a chat, `text` is the answer as it was generated, and `message` what it says: content,
-    reasoning, and calls of tools.
+    reasoning, and calls of tools. `pooled` is what `SamplingParams.pooling` asked for.
     """
 
     index: int
@@ -81,6 +83,7 @@ class CompletionOutput:
     error: str | None = None
     message: Message | None = None
     weight_versions: list[WeightSpan] = field(default_factory=list[WeightSpan])
+    pooled: npt.NDArray[np.float32] | None = None
 
     @property
     def finished(self) -> bool:
@@ -194,6 +197,22 @@ class LLM:
         ]
         self._run(jobs, show_progress=use_tqdm)
         return [job.result for job in jobs]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: bool = True,
+        cache_options: CacheOptions | Sequence[CacheOptions] | None = None,
+    ) -> list[npt.NDArray[np.float32]]:
+        """The embedding [E] of each prompt, of length 1: its last token's hidden state.
+
+        It is what `/v1/embeddings` answers; models of other poolings mean nothing by it. Raises
+        what `generate` does, and `PrefixCacheError` where a prompt has none.
+        """
+        params = SamplingParams(max_tokens=0, temperature=0, pooling=Pooling())
+        results = self.generate(prompts, params, use_tqdm=use_tqdm, cache_options=cache_options)
+        return [_embedding(result.outputs[0]) for result in results]
 
     def chat(
         self,
@@ -397,7 +416,7 @@ class LLM:
         if choice.logprobs is not None:
             choice.logprobs.extend(self._by_id(logprobs) for logprobs in new.logprobs)
         choice.finish_reason, choice.stop_reason = new.finish_reason, new.stop_reason
-        choice.error = new.error
+        choice.error, choice.pooled = new.error, new.pooled
         if new.prompt_logprobs is not None:
             result.prompt_logprobs = [
                 None if logprobs is None else self._by_id(logprobs)
@@ -424,6 +443,12 @@ class LLM:
 class _Job:
     requests: list[Request]
     result: GenerationResult
+
+
+def _embedding(output: CompletionOutput) -> npt.NDArray[np.float32]:
+    if output.pooled is None:
+        raise PrefixCacheError(f"There is no embedding: {output.error or output.finish_reason}")
+    return output.pooled
 
 
 def _restart(choice: CompletionOutput) -> None:

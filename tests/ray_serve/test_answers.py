@@ -237,6 +237,8 @@ ASKED: list[tuple[str, str, dict[str, object]]] = [
     ("post", "/v1/responses", {**GREEDY, "input": "Which one?", "max_output_tokens": 6}),
     ("post", "/v1/responses/input_tokens", {"model": "tiny", "input": "Which one?"}),
     ("post", "/v1/embeddings", {"model": "tiny", "input": "Which one?"}),
+    ("post", "/v1/rerank", {"model": "tiny", "query": "Which?", "documents": ["One."]}),
+    ("post", "/score", {"model": "tiny", "text_1": "Which?", "text_2": "One."}),
     ("post", "/tokenize", {"model": "tiny", "prompt": "Which one?"}),
     ("post", "/detokenize", {"model": "tiny", "tokens": prompt(5, 20)}),
     ("post", "/prefix_cache/warm", {**GREEDY, "prompt": prompt(6, 320)}),

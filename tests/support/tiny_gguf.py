@@ -98,6 +98,7 @@ def write_gguf(
     tokenizer: Mapping[str, object] | None = None,
     whole_tokens: Mapping[str, int] | None = None,
     is_fused: bool = False,
+    pooling: int | None = None,
 ) -> Path:
     """Matrices in these formats in turn, the rest as float32; the model becomes what the file says.
 
@@ -105,7 +106,7 @@ def write_gguf(
     it. `tokenizer` are values of `tokenizer.ggml`, in place of those that are written; None leaves
     a key out. `whole_tokens` are texts with types: the last tokens of the vocabulary, which then
     has no special ones but these. Formats that the gguf package cannot write
-    get random blocks. For `is_fused` see `layout`.
+    get random blocks. For `is_fused` see `layout`. `pooling` is llama.cpp's number of one.
     """
     config = model.config
     architecture = architecture_of(config)
@@ -120,6 +121,10 @@ def write_gguf(
         _replace_special(writer, whole_tokens)
     for key, value in (tokenizer or {}).items():
         _set(writer, key, value)
+    if pooling is not None:
+        writer.add_pooling_type(gguf.PoolingType(pooling))
+    if pooling == gguf.PoolingType.RANK:
+        writer.add_tensor("cls.output.weight", np.zeros((2, config.hidden_size), np.float32))
     for number, (name, parameter) in enumerate(parameters_of(model)):
         matrix_format = formats[number % len(formats)]
         _add_parameter(writer, name, parameter, config, matrix_format, number, is_fused=is_fused)

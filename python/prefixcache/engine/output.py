@@ -101,6 +101,7 @@ class Answer:
                 num_window_missed_tokens=state.num_window_missed_tokens,
                 started_at=self._begun,
                 hit_staleness=state.hit_staleness,
+                pooled=output.pooled,
             )
         token_id, first = output.token_id, not self._num_tokens
         self._num_tokens += 1

@@ -32,6 +32,7 @@ from typing import cast
 from prefixcache.config.engine_config import DEFAULT_MODEL
 from prefixcache.config.home import cache_home
 from prefixcache.config.model_config import GenerationDefaults, ModelConfig
+from prefixcache.config.pooling_mode import read_pooling
 from prefixcache.exceptions import ModelLoadError, PrefixCacheError
 from prefixcache.models.digests import compute_sha256, file_digest
 from prefixcache.models.gguf.choice import choose, parts_of, stem_of
@@ -106,9 +107,18 @@ def read_config(name: str, folder: Path) -> ModelConfig:
     Raises what `ModelConfig.from_hf` does.
     """
     config = ModelConfig.from_hf(folder)
+    if not config.tie_word_embeddings and read_pooling(folder) and not _has_head(folder):
+        config = replace(config, tie_word_embeddings=True)  # nobody reads the logits
     if name in ALIASES and config.generation == GenerationDefaults():
         return replace(config, generation=ALIASES[name].generation)
     return config
+
+
+def _has_head(folder: Path) -> bool:
+    from prefixcache.models.weights import stored_tensors
+
+    stored = stored_tensors(folder)
+    return any(tensor.name == "lm_head.weight" for _, tensors in stored for tensor in tensors)
 
 
 def _local_path(name: str) -> Path | None:

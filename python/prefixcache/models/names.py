@@ -21,6 +21,8 @@ _SENSES = (
 _SENSE_PREFIXES = tuple(f"{prefix}{part}." for prefix in ("", "model.") for part in _SENSES)
 # Layers that guess several tokens.
 _GUESSING_PREFIX = "mtp."
+# Of a checkpoint that was saved without what makes tokens of it, as embedding models are.
+_BARE_PREFIXES = {part: f"model.{part}" for part in ("layers.", "embed_tokens.", "norm.")}
 
 
 class TensorNames:
@@ -50,6 +52,7 @@ class TensorNames:
             if name.startswith((*_SENSE_PREFIXES, _GUESSING_PREFIX)):
                 return None
             name = _renamed(name, _TEXT_PREFIXES)
+        name = _renamed(name, _BARE_PREFIXES)
         for part, own in self._renamed.items():
             name = name.replace(part, own)
         return None if name in self._copies else name

@@ -56,7 +56,7 @@ class Ingress:
             self._engine,
             ReplicaSet(replicas),
             client,
-            served_model(config, options, tokenizer, model.generation, **known),
+            served_model(config, options, tokenizer, model.generation, folder, **known),
             rules=access_rules(options),
             model_dirs=ModelDirs(options.allowed_model_dirs),
             limits=server_limits(options),

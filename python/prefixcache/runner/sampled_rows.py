@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from prefixcache.exceptions import GrammarError
+from prefixcache.types.pooling import Pooling
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.step_plan import SamplingInput, SequenceOutput, StepPlan, TokenMask
 
@@ -76,6 +77,13 @@ def inputs_of(plan: StepPlan) -> list[Sequence[SamplingInput]]:
         () if sequence.sampling is None else (sequence.sampling, *drafts.get(s, ()))
         for s, sequence in enumerate(plan.sequences)
     ]
+
+
+def pooling_of(plan: StepPlan) -> Iterator[tuple[int, Pooling]]:
+    """The places in the plan of sequences whose last row is pooled, and how."""
+    for place, sequence in enumerate(plan.sequences):
+        if sequence.sampling is not None and sequence.sampling.params.pooling is not None:
+            yield place, sequence.sampling.params.pooling
 
 
 def outputs_of(

@@ -27,6 +27,8 @@ from prefixcache.server.jobs.job_maker import JobMaker
 from prefixcache.server.jobs.served_model import ServedModel
 from prefixcache.server.openai.chat import chat_router
 from prefixcache.server.openai.completions import completions_router
+from prefixcache.server.openai.embeddings import embeddings_router
+from prefixcache.server.openai.rerank import rerank_router
 from prefixcache.server.openai.response_store import ResponseStore
 from prefixcache.server.openai.responses import responses_router
 from prefixcache.server.openai.tokenize import tokenize_router
@@ -101,6 +103,8 @@ def client_app(maker: JobMaker, responses: ResponseStore) -> FastAPI:
     app.include_router(chat_router(maker))
     app.include_router(responses_router(maker, responses))
     app.include_router(messages_router(maker))
+    app.include_router(embeddings_router(maker))
+    app.include_router(rerank_router(maker))
     app.include_router(tokenize_router(maker))
     app.include_router(probe_router(maker, responses))
     app.include_router(models_router(maker))

@@ -94,7 +94,7 @@ def _fill(operation: Schema, path: str, endpoint: Description, schemas: dict[str
         operation["parameters"] = [*operation.get("parameters", ()), *endpoint.parameters]
     if endpoint.models:
         operation["requestBody"] = _request(endpoint, schemas)
-    answers = {} if path == "/v1/embeddings" else {"200": _answer(path, endpoint)}
+    answers = {"200": _answer(path, endpoint)}
     statuses = {400, 401, 403, 405, 503, *endpoint.statuses}
     statuses |= {404, 413, 415} if endpoint.models else set()
     statuses |= {429, 504} if endpoint.events else set()

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection, Generator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
@@ -36,6 +37,7 @@ from prefixcache.server.jobs.context import Lifecycle
 from prefixcache.server.jobs.served_model import ServedModel
 from prefixcache.server.options.header_lines import HeaderLines
 from prefixcache.server.options.limits import ServerLimits
+from prefixcache.server.options.pooling import chosen_pooling
 from prefixcache.server.options.serve_options import ServeOptions
 from prefixcache.server.systemd import Notifier
 
@@ -88,6 +90,7 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
             options,
             built.tokenizer,
             built.model.generation,
+            built.folder,
             batch_invariant=built.batch_invariant,
             dtype=built.dtype,
             activations=built.activations,
@@ -202,10 +205,15 @@ def served_model(
     options: ServeOptions,
     tokenizer: Tokenizer,
     generation: GenerationDefaults,
+    folder: Path,
     **known: Any,
 ) -> ServedModel:
-    """The model as the flags show it to clients; `known` are fields that an engine tells."""
+    """The model as the flags show it to clients; `known` are fields that an engine tells.
+
+    Raises `FieldError` for a `pooling` that the model cannot do.
+    """
     return ServedModel(
+        pooling=chosen_pooling(options.pooling, folder, tokenizer),
         names=tuple(name for name in options.served_model_name if name != "*") or (config.model,),
         any_name="*" in options.served_model_name,
         strict=options.strict,

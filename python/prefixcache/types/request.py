@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
+import numpy as np
+import numpy.typing as npt
+
 from prefixcache.config.checked import is_count, shown
 from prefixcache.config.engine_config import HitTiers
 from prefixcache.exceptions import wrong
@@ -251,7 +254,8 @@ class RequestOutput:
     `time.monotonic`, comes with the first output: when its first step was submitted. `restarted`
     says that the weights were replaced: all that came before is void, the answer begins again.
     `weight_version` is that of the weights that the tokens came from, and `hit_staleness` how many
-    updates before the request's start the oldest of its hits was computed.
+    updates before the request's start the oldest of its hits was computed. `pooled` is what the
+    request's `pooling` asked for, in its last output.
     """
 
     request_id: str
@@ -274,6 +278,7 @@ class RequestOutput:
     restarted: bool = False
     weight_version: ShownVersion | None = None
     hit_staleness: int = 0
+    pooled: npt.NDArray[np.float32] | None = field(default=None, compare=False)
 
     @property
     def finished(self) -> bool:

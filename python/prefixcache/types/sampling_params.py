@@ -11,6 +11,7 @@ from typing import Any
 
 from prefixcache.config.checked import shown
 from prefixcache.exceptions import wrong
+from prefixcache.types.pooling import Pooling
 from prefixcache.types.structured_output import StructuredOutput
 
 MAX_LOGPROBS = 20
@@ -28,7 +29,7 @@ class SamplingParams:
     and `prompt_logprobs` are counts of alternatives; 0 gives the chosen token's alone. Of the
     prompt, those of the first `logprob_start_len` tokens are left out, and may be hits. The
     answer's text follows `structured_output`. `max_tokens` 0 computes the prompt, and answers
-    nothing.
+    nothing; with `pooling` it answers what that asks for.
     `stop`, `stop_token_ids` and `bad_words` may be lists, None, or one text, as in vLLM.
 
     Where `allowed_token_ids` is given, no other token is chosen. The answer holds none of
@@ -60,6 +61,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    pooling: Pooling | None = None
 
     def __post_init__(self) -> None:
         for name in ("stop", "stop_token_ids", "bad_words"):
@@ -87,6 +89,8 @@ class SamplingParams:
         self._check_words()
 
     def _check_lengths(self) -> None:
+        if self.pooling is not None and self.max_tokens != 0:
+            raise wrong("pooling", "needs max_tokens=0")
         if self.max_tokens is None:
             return
         _in_range("max_tokens", self.max_tokens, 0, None)

@@ -6,7 +6,7 @@ Letters of shapes here and in the runner: T tokens in the step, S sequences.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -126,7 +126,8 @@ class SequenceOutput:
     is as in `RequestOutput`. `is_late`
     says that nothing was sampled since the mask was not known in time: the sequence's last token is
     to be computed once more. `after_drafts` are the outputs after the first drafts, as many as were
-    what had been sampled before them; each of them has a token.
+    what had been sampled before them; each of them has a token. `pooled` is what the `pooling` of
+    the request's options asks for.
     """
 
     token_id: int | None = None
@@ -136,6 +137,7 @@ class SequenceOutput:
     error_code: ErrorCode | None = None
     is_late: bool = False
     after_drafts: tuple[SequenceOutput, ...] = ()
+    pooled: npt.NDArray[np.float32] | None = field(default=None, compare=False)
 
     @property
     def token_ids(self) -> list[int]:

@@ -33,6 +33,8 @@ FOR_CLIENTS = {
     "/openapi.json",
     "/prefix_cache/explain",
     "/prefix_cache/probe",
+    "/rerank",
+    "/score",
     "/tokenize",
     "/v1/chat/completions",
     "/v1/completions",
@@ -45,6 +47,9 @@ FOR_CLIENTS = {
     "/v1/responses/input_tokens",
     "/v1/responses/{response_id}",
     "/v1/responses/{response_id}/input_items",
+    "/v1/rerank",
+    "/v1/score",
+    "/v2/rerank",
     "/version",
 }
 PAGE = Path(dashboard.__file__).with_name("page")
@@ -237,7 +242,7 @@ async def test_a_unix_socket_and_nginx_are_not_this_machine(make_app, scope):
 
 
 async def test_what_does_not_exist_is_not_found(make_app: MakeApp) -> None:
-    paths = ["/v1/rerank", "/pause/", "//pause", "/PAUSE"]
+    paths = ["/v1/moderations", "/pause/", "//pause", "/PAUSE"]
     for path in paths:
         response = await answer(make_app(CLIENTS), path, headers=bearer("first"))
         assert response.status_code == 404

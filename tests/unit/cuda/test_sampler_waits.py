@@ -105,7 +105,7 @@ def sampled_step(
         sent.clear()
         with Copies() as copies:
             result = sampler.sample(logits, rows_of(options, 1))
-            results = StepResults([], result, {})
+            results = StepResults([], result, {}, {})
     assert results.numbers.device.type == "cuda"
     assert result.token_ids_R.shape == (len(options),)
     return len(sent), copies.between

@@ -16,6 +16,7 @@ from gguf import LlamaFileType
 from prefixcache.config.families import FAMILIES, GGUF_ARCHITECTURES
 from prefixcache.config.family import Family, GgufModel, GgufRow
 from prefixcache.config.hf_config import read_hf_config
+from prefixcache.config.pooling_mode import GGUF_POOLING, POOLING_FILE
 from prefixcache.exceptions import ModelLoadError, UnsupportedModelError
 from prefixcache.models.gguf.header import (
     SUPPORTED_FORMATS,
@@ -77,6 +78,7 @@ _ROPE_KEYS = {
     "mscale_all_dim": "rope.scaling.yarn_log_multiplier",
     "llama_4_scaling_beta": "attention.temperature_scale",
 }
+_RANK_HEAD = "cls.output.weight"
 _TOP_LEVEL = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -117,8 +119,17 @@ def convert_gguf(files: Sequence[Path], folder: Path, digests: Sequence[str]) ->
         metadata = headers[0].metadata
         generation = token_ids(metadata) | {"suppress_tokens": suppressed_token_ids(metadata)}
         write_json(folder / "generation_config.json", generation)
+        _write_pooling(folder, metadata)
         log_ends(files[0].name, metadata)
         write_tokenizer(folder, metadata, config["max_position_embeddings"])
+
+
+def _write_pooling(folder: Path, metadata: Mapping[str, Any]) -> None:
+    architecture = metadata["general.architecture"]
+    mode = GGUF_POOLING.get(metadata.get(f"{architecture}.pooling_type", 0))
+    if mode is not None:
+        (folder / POOLING_FILE).parent.mkdir(exist_ok=True)
+        write_json(folder / POOLING_FILE, {"pooling_mode": mode})
 
 
 @contextmanager
@@ -265,6 +276,11 @@ def _indexed(parts: Sequence[GgufHeader], config: dict[str, Any]) -> Iterator[In
     family, row = _family_of(config["model_type"])
     modules = _modules(family) | dict(row.modules)
     for part, tensor in ((i, each) for i, header in enumerate(parts) for each in header.tensors):
+        if tensor.name == _RANK_HEAD:
+            raise UnsupportedModelError(
+                "it ranks documents, and files of this kind hold no whole head: serve the folder "
+                "of the same model, with --pooling rank."
+            )
         if tensor.name in _FACTORS or _layer_of(tensor) >= config["num_hidden_layers"]:
             continue
         experts = _LAYER_NAME.fullmatch(tensor.name)

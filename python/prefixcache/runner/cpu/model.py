@@ -188,7 +188,7 @@ class CpuModel:
 
     def compute_logits(self, x_RE: Array) -> npt.NDArray[np.float32]:
         """Logits [R, V] of rows of the residual stream, good until the next call."""
-        normed_RE = self._normed(np.ascontiguousarray(x_RE))
+        normed_RE = self.final_norm(x_RE)
         size = len(x_RE) * self.config.vocab_size
         if size > self._logits.size:
             self._logits = np.empty(size, np.float32)
@@ -200,7 +200,9 @@ class CpuModel:
             self._rows.softcap(address(logits_RV), *logits_RV.shape, cap)
         return logits_RV
 
-    def _normed(self, x_RE: Array) -> Array:
+    def final_norm(self, x_RE: Array) -> Array:
+        """Hidden states [R, E] after the last norm of rows of the residual stream."""
+        x_RE = np.ascontiguousarray(x_RE)
         rows, width = x_RE.shape
         out_RE = np.empty_like(x_RE)
         norm, eps = address(self._norm_E), self.config.stream_eps

@@ -21,7 +21,8 @@ from prefixcache.runner.cpu.kv_memory import KVMemory
 from prefixcache.runner.cpu.model import CpuModel, step_kernels
 from prefixcache.runner.cpu.sampler import Sampler
 from prefixcache.runner.ranges import indptr_of, ranges
-from prefixcache.runner.sampled_rows import inputs_of, outputs_of
+from prefixcache.runner.sampled_rows import inputs_of, outputs_of, pooling_of
+from prefixcache.types.pooling import Pooling, unit
 from prefixcache.types.request import TokenLogprobs
 from prefixcache.types.step_plan import (
     PromptLogprobsInput,
@@ -73,6 +74,9 @@ class StepComputer:
                 first = indptr[s] + asked.first - sequence.start
                 known = self._logprobs(model, x_TE[first:], asked)
                 outputs[s] = dataclasses.replace(outputs[s], prompt_logprobs=known)
+        for s, pooling in pooling_of(plan):
+            pooled = _pooled(model, x_TE[indptr[s + 1] - 1 : indptr[s + 1]], pooling)
+            outputs[s] = dataclasses.replace(outputs[s], pooled=pooled)
         return StepResult(outputs)
 
     def compute_nothing(self) -> None:
@@ -125,6 +129,12 @@ class StepComputer:
             logits_RV = model.compute_logits(x_TE[begin : begin + len(followers)])
             found += self._sampler.prompt_logprobs(logits_RV, followers, asked.count)
         return tuple(found)
+
+
+def _pooled(model: CpuModel, x_1E: Array, pooling: Pooling) -> npt.NDArray[np.float32]:
+    if pooling.token_ids:
+        return model.compute_logits(x_1E)[0, [*pooling.token_ids]]
+    return unit(model.final_norm(x_1E)[0].astype(np.float32))
 
 
 def _guesses(plan: StepPlan) -> list[int]:

@@ -7,6 +7,7 @@ hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -26,7 +27,8 @@ from prefixcache.runner.cuda.sampling.logprobs import PackedLogprobs, compute_lo
 from prefixcache.runner.cuda.sampling.row_options import SampledRow
 from prefixcache.runner.cuda.sampling.sampler import Sampled, Sampler
 from prefixcache.runner.cuda.sampling.upload import Upload
-from prefixcache.runner.sampled_rows import inputs_of
+from prefixcache.runner.sampled_rows import inputs_of, pooling_of
+from prefixcache.types.pooling import Pooling
 from prefixcache.types.step_plan import PromptLogprobsInput, StepPlan, StepResult
 
 _LOGPROB_ROWS = 256
@@ -111,10 +113,11 @@ class ModelRunner:
             for s, asked in zip(plan.sequences, inputs, strict=True)
             for place, one in enumerate(asked)
         ]
-        if self.graphs is not None and self.graphs.decodes.fits(batch):
+        pooling = dict(pooling_of(plan))
+        if self.graphs is not None and not pooling and self.graphs.decodes.fits(batch):
             decoded = self.graphs.decodes.run(batch)
             sampled = self._sampler.sample(decoded.logits_SV, rows, decoded.token_ids_S)
-            return StepResults(inputs, sampled, {})
+            return StepResults(inputs, sampled, {}, {})
         self._attention.plan(batch.attention)
         steps = None if self.graphs is None else self.graphs.steps
         if steps is not None and steps.fits(batch):
@@ -125,7 +128,9 @@ class ModelRunner:
         if rows:
             logits_RV = model.compute_logits(hidden_TE[batch.sampled_rows_R])
             sampled = self._sampler.sample(logits_RV, rows)
-        return StepResults(inputs, sampled, self._prompt_logprobs(plan, hidden_TE))
+        ends = [*itertools.accumulate(sequence.num_tokens for sequence in plan.sequences)]
+        pooled = {s: _pooled(model, hidden_TE[ends[s] - 1], asked) for s, asked in pooling.items()}
+        return StepResults(inputs, sampled, self._prompt_logprobs(plan, hidden_TE), pooled)
 
     def _prompt_logprobs(
         self, plan: StepPlan, hidden_TE: Tensor
@@ -150,3 +155,9 @@ class ModelRunner:
             compute_logprobs(model.compute_logits(rows_RE).float(), ids_R, asked.count)
             for rows_RE, ids_R in zip(rows, parts, strict=True)
         ]
+
+
+def _pooled(model: DecoderModel, hidden_E: Tensor, pooling: Pooling) -> Tensor:
+    if pooling.token_ids:
+        return model.compute_logits(hidden_E.unsqueeze(0))[0, [*pooling.token_ids]].float()
+    return torch.nn.functional.normalize(hidden_E.float(), dim=0)

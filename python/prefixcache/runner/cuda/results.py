@@ -32,8 +32,8 @@ class StepResults:
     """What the host gets of a step: its tokens, and the log probabilities that were asked for.
 
     `numbers`, one row of int64 on the device, is what `outputs` reads; it begins with the sampled
-    `token_ids_R`. `inputs` are as in `outputs_of`, `prompt_logprobs` by the place of
-    their sequence in the plan.
+    `token_ids_R`. `inputs` are as in `outputs_of`, `prompt_logprobs` and `pooled`
+    by the place of their sequence in the plan.
     """
 
     def __init__(
@@ -41,13 +41,16 @@ class StepResults:
         inputs: Sequence[Sequence[SamplingInput]],
         sampled: Sampled,
         prompt_logprobs: Mapping[int, Sequence[PackedLogprobs]],
+        pooled: Mapping[int, Tensor],
     ) -> None:
         self.token_ids_R = sampled.token_ids_R
         self._inputs = inputs
         self._sampled = sampled
         self._prompt_logprobs = prompt_logprobs
+        self._pooled = pooled
         pieces = itertools.chain.from_iterable(prompt_logprobs.values())
-        parts = [*sampled.parts, *(piece.numbers for piece in pieces)]
+        packed = (row.double().view(torch.int64) for row in pooled.values())
+        parts = [*sampled.parts, *(piece.numbers for piece in pieces), *packed]
         self._ends = list(itertools.accumulate(map(len, parts)))
         self.numbers = parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -59,6 +62,9 @@ class StepResults:
             known = tuple(one for piece in pieces for one in piece.unpack(next(parts)))
             if outputs[index].error is None:
                 outputs[index] = dataclasses.replace(outputs[index], prompt_logprobs=known)
+        for index in self._pooled:
+            row = next(parts).view(np.float64).astype(np.float32)
+            outputs[index] = dataclasses.replace(outputs[index], pooled=row)
         return outputs
 
 

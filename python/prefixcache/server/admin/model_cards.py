@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import datetime, timezone
-from http import HTTPStatus
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -15,7 +14,7 @@ from prefixcache.server.http.described import (
     limit_parameter,
     parameter,
 )
-from prefixcache.server.http.errors import MODELS_PATH, ApiError, has_anthropic_header
+from prefixcache.server.http.errors import MODELS_PATH, has_anthropic_header
 from prefixcache.server.http.paging import page
 from prefixcache.server.jobs.job_maker import JobMaker
 
@@ -56,15 +55,6 @@ def models_router(maker: JobMaker) -> APIRouter:
     async def show_model(name: str, request: Request) -> dict[str, Any]:
         card = _anthropic_card if has_anthropic_header(request.scope) else _card
         return card(maker, maker.check_model(name))
-
-    @router.post("/v1/embeddings")
-    @describes("Is not served.", statuses=(404,))
-    async def create_embedding() -> None:
-        raise ApiError(
-            HTTPStatus.NOT_FOUND,
-            "/v1/embeddings is not served: this server generates text and computes no embeddings.",
-            code="unsupported_endpoint",
-        )
 
     return router
 

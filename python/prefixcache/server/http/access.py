@@ -38,6 +38,8 @@ _CLIENT_PATHS = frozenset(
         "/openapi.json",
         "/prefix_cache/explain",
         "/prefix_cache/probe",
+        "/rerank",
+        "/score",
         "/tokenize",
         "/v1/chat/completions",
         "/v1/completions",
@@ -45,7 +47,10 @@ _CLIENT_PATHS = frozenset(
         "/v1/messages",
         "/v1/messages/count_tokens",
         "/v1/models",
+        "/v1/rerank",
         "/v1/responses",
+        "/v1/score",
+        "/v2/rerank",
         "/version",
     }
 )

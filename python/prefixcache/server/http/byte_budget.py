@@ -100,7 +100,7 @@ class Body(_Share):
 
 
 class KeptLogprobs(_Share):
-    """The log probabilities that one answer keeps until all of it is written."""
+    """Log probabilities, or embeddings, that one answer keeps until all of it is written."""
 
     def add(self, size: int) -> None:
         """Counts that many bytes more, or less.
@@ -111,7 +111,7 @@ class KeptLogprobs(_Share):
         if len(self) + size > most:
             raise ApiError(
                 HTTPStatus.BAD_REQUEST,
-                f"The log probabilities of this answer take more than {most} bytes of memory: ask "
+                f"The numbers of this answer take more than {most} bytes of memory: ask "
                 "for fewer of them or for fewer answers at once, or stream the answer.",
                 code="logprobs_too_large",
             )

@@ -64,6 +64,11 @@ def limit_parameter(most: int) -> Schema:
 
 
 TOKENS = [Raw({"type": "integer"})]
+NUMBER = Raw({"type": "number"})
+PROMPT = Raw(
+    schema_of((str, TOKENS, [str], [TOKENS]))
+    | {"description": "A text, token ids, or a list of either."}
+)
 QUESTION = [{"role": "user", "content": "What is the capital of Japan?"}]
 EVENT = {"data": str}  # JSON, and "[DONE]" at the end
 _EVENT_DATA = {"contentMediaType": "application/json", "contentSchema": schema_of({"type": str})}

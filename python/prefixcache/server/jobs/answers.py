@@ -37,6 +37,7 @@ _LONG_ANSWER = 2**16
 # What Python takes for those of a token, and for each of the likeliest next to it.
 _TOKEN_BYTES = 256
 _TOP_BYTES = 72
+_NUMBER_BYTES = 24
 
 
 class TokenCounts(NamedTuple):
@@ -318,8 +319,12 @@ def _add(job: Job, choices: Choices, index: int, output: RequestOutput) -> None:
 
 
 def _logprob_bytes(choice: Choice) -> int:
-    """About what its log probabilities take; those of a kind have equally many likeliest tokens."""
-    size = 0
+    """About what its log probabilities take; those of a kind have equally many likeliest tokens.
+
+    So does the JSON text of what was pooled.
+    """
+    pooled = choice.last.pooled
+    size = 0 if pooled is None else _NUMBER_BYTES * len(pooled)
     for kept in (choice.logprobs, choice.first.prompt_logprobs):
         if kept:
             num_top = 0 if kept[-1] is None else len(kept[-1].top_token_ids)

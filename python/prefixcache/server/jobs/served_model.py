@@ -29,7 +29,8 @@ class ServedModel:
     `header_lines` are left out of prompts. With
     `strict` an unknown field is an error instead of a warning. `metrics_prefix` is what
     names in `/metrics` begin with. The log shows `num_logged_characters` of a request's prompts.
-    With `records_roles` a chat's requests say who wrote which of their tokens.
+    With `records_roles` a chat's requests say who wrote which of their tokens. `pooling` is what is
+    read of a prompt's last token: "last", "rank", None, or a mode that is not supported.
     """
 
     names: tuple[str, ...]
@@ -47,6 +48,7 @@ class ServedModel:
     metrics_prefix: MetricsPrefix = "prefixcache"
     num_logged_characters: int = 0
     records_roles: bool = False
+    pooling: str | None = None
     tool_call_parser: ToolCallParserName = "auto"
     reasoning_parser: ReasoningParserName = "auto"
     header_lines: HeaderLines = field(default_factory=lambda: HeaderLines(()))

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from prefixcache.diagnostics.spans import PromptSource
 from prefixcache.exceptions import wrong
 from prefixcache.server.http.body import parse_fields
-from prefixcache.server.http.described import CHOICES, EVENT, TOKENS, Raw, describes, schema_of
+from prefixcache.server.http.described import CHOICES, EVENT, PROMPT, describes
 from prefixcache.server.jobs.answers import Choice, answer
 from prefixcache.server.jobs.caching import openai_controls, prompt_caching
 from prefixcache.server.jobs.context import Call, new_call, read_parsed
@@ -31,11 +31,6 @@ from prefixcache.types.token_ids import TokenIds
 
 _DEFAULT_MAX_TOKENS = 16
 
-_PROMPT = Raw(
-    schema_of((str, TOKENS, [str], [TOKENS]))
-    | {"description": "A text, token ids, or a list of either."}
-)
-
 
 def completions_router(maker: JobMaker) -> APIRouter:
     """The endpoint, for one served model."""
@@ -46,7 +41,7 @@ def completions_router(maker: JobMaker) -> APIRouter:
         "Goes on with texts.",
         CHOICES,
         models=(CompletionRequest,),
-        properties={"prompt": _PROMPT},
+        properties={"prompt": PROMPT},
         example={"prompt": "The capital of Japan is", "max_tokens": 8, "temperature": 0},
         events=EVENT,
     )
@@ -81,7 +76,7 @@ async def completion_job(
     prompts = await _stripped(maker, prompts)
     controls = openai_controls((), fields.prompt_cache_options, fields.prompt_cache_retention)
     caching = prompt_caching(controls, ())
-    encoded = await _encoded(maker, prompts, fields.add_special_tokens is not False, kept)
+    encoded = await encode_prompts(maker, prompts, fields.add_special_tokens is not False, kept)
     sources = [PromptSource(one) if isinstance(one, str) else None for one in prompts]
     made = EncodedPrompts(encoded, caching, sources=sources)
     return await maker.job(fields, made, params, call=call)
@@ -98,9 +93,10 @@ async def _stripped(maker: JobMaker, prompts: Sequence[str | TokenIds]) -> Seque
     )
 
 
-async def _encoded(
+async def encode_prompts(
     maker: JobMaker, prompts: Sequence[str | TokenIds], special: bool, kept: int | None
 ) -> list[TokenIds]:
+    """The token ids of all prompts, of each its last `kept` ones where that is given."""
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     encoded = await maker.encoder.encode_all(
         texts, param="prompt", add_special_tokens=special, last=kept

@@ -22,6 +22,8 @@ from prefixcache.exceptions import FieldError
 from prefixcache.server.options.limits import MAX_BODY_BYTES
 from prefixcache.text.chat.parser_names import ReasoningParserName, ToolCallParserName
 
+PoolingMode = Literal["auto", "none", "last", "rank"]
+
 ANY = "*"
 
 _ORIGIN = re.compile(
@@ -165,6 +167,12 @@ class ServeOptions(Checked):
         f"reasoning in the content. One of {', '.join(get_args(ReasoningParserName))}.",
         "Server",
         metavar="<name>",
+    )
+    pooling: PoolingMode = flag(
+        "auto",
+        "What is read of a prompt's last token: last serves /v1/embeddings, rank /v1/rerank and "
+        "/score with a model of Qwen3-Reranker's kind; auto goes by the model's files.",
+        "Server",
     )
     default_chat_template_kwargs: Annotated[Mapping[str, Any] | None, ReadBy(_parse_variables)] = (
         flag(

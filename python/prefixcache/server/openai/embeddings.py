@@ -1,0 +1,106 @@
+"""`POST /v1/embeddings`."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from prefixcache.exceptions import wrong
+from prefixcache.server.http.body import parse_fields
+from prefixcache.server.http.described import NUMBER, PROMPT, describes
+from prefixcache.server.http.json_text import json_response, object_json
+from prefixcache.server.jobs.answers import Choices, usage
+from prefixcache.server.jobs.context import read_parsed
+from prefixcache.server.jobs.encode import parse_prompts
+from prefixcache.server.jobs.field_names import fields_named
+from prefixcache.server.jobs.job_maker import Job, JobMaker
+from prefixcache.server.openai.pooled import PooledFields, check_pooling, run_pooled
+from prefixcache.types.pooling import Pooling, unit
+from prefixcache.types.token_ids import TokenIds
+
+
+class EmbeddingRequest(PooledFields):
+    """Body of `POST /v1/embeddings`. `input`: text, token ids, or a list of either."""
+
+    input: Any = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+
+
+def embeddings_router(maker: JobMaker) -> APIRouter:
+    """The endpoint, for one served model."""
+    router = APIRouter()
+
+    @router.post("/v1/embeddings")
+    @describes(
+        "Embeddings of texts, where the model gives them.",
+        {
+            "id": str,
+            "object": "list",
+            "model": str,
+            "data": [{"object": "embedding", "index": int, "embedding": (str, [NUMBER])}],
+            "usage": {"prompt_tokens": int, "total_tokens": int},
+        },
+        statuses=(404,),
+        models=(EmbeddingRequest,),
+        properties={"input": PROMPT},
+        example={"input": "Hello"},
+    )
+    async def create_embedding(request: Request) -> Response:
+        check_pooling(maker, "last", "embeddings")
+        with fields_named({"prompt": "input"}):
+            fields, prompts, _ = await read_parsed(request, maker.workers, _parse)
+            job, choices = await run_pooled(maker, request, fields, prompts, Pooling(), "embd")
+        rows = [choice.last.pooled for choice in choices if choice.last.pooled is not None]
+        size = sum(map(len, rows))
+        return json_response(await maker.workers.run(size, partial(_body, fields, job, choices)))
+
+    return router
+
+
+def _parse(values: dict[str, Any]) -> tuple[EmbeddingRequest, list[str | TokenIds]]:
+    fields = parse_fields(values, EmbeddingRequest)
+    return fields, parse_prompts(fields.input)
+
+
+def _body(fields: EmbeddingRequest, job: Job, choices: Choices) -> bytes:
+    counts = usage(choices.counts)
+    body = {
+        "id": job.call.id,
+        "object": "list",
+        "created": job.created,
+        "model": job.model,
+        "data": _embeddings(fields, choices),
+        "usage": counts,
+    }
+    return object_json(body)
+
+
+def _embeddings(fields: EmbeddingRequest, choices: Choices) -> Iterator[dict[str, Any]]:
+    for choice in choices:
+        row = choice.last.pooled
+        if row is not None:
+            shown = _shown(_cut(row, fields.dimensions), fields.encoding_format)
+            yield {"object": "embedding", "index": choice.index, "embedding": shown}
+
+
+def _cut(row: npt.NDArray[np.float32], dimensions: int | None) -> npt.NDArray[np.float32]:
+    """The first `dimensions` numbers, of length 1 again, as models trained for it allow."""
+    if dimensions is None:
+        return row
+    if not 1 <= dimensions <= len(row):
+        raise wrong("dimensions", f"must be from 1 to {len(row)}, got {dimensions}")
+    return unit(row[:dimensions])
+
+
+def _shown(row: npt.NDArray[np.float32], form: str | None) -> str | list[float]:
+    if form == "base64":
+        return base64.b64encode(row.astype("<f4").tobytes()).decode()
+    return row.tolist()

@@ -145,17 +145,14 @@ BAD_TYPES = [None, 7, "tokens", [3, "a"], [3, 1.0], [3, None], 1.5, {}, ...]
 BAD_TYPES += [np.array([1.0]), np.array([[1]]), np.array(3), np.array([1], np.int8), b"12345678"]
 
 
-@pytest.mark.parametrize("tokens", BAD_VALUES, ids=repr)
-def test_token_values(cache: PrefixCache, tokens: Any) -> None:
-    for call in token_calls(cache):
-        with pytest.raises(ValueError, match=r"tokens\[1\] must be from 0"):
-            call(tokens)
+BAD_TOKENS = [(tokens, ValueError, r"tokens\[1\] must be from 0") for tokens in BAD_VALUES]
+BAD_TOKENS += [(tokens, TypeError, "tokens") for tokens in BAD_TYPES]
 
 
-@pytest.mark.parametrize("tokens", BAD_TYPES, ids=repr)
-def test_token_types(cache: PrefixCache, tokens: Any) -> None:
+@pytest.mark.parametrize(("tokens", "error", "problem"), BAD_TOKENS, ids=repr)
+def test_tokens(cache: PrefixCache, tokens: Any, error: type[Exception], problem: str) -> None:
     for call in token_calls(cache):
-        with pytest.raises(TypeError, match="tokens"):
+        with pytest.raises(error, match=problem):
             call(tokens)
 
 

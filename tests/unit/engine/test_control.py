@@ -249,9 +249,10 @@ def test_paused_requests_wait_and_lose_nothing(driver: Driver, mode: Any) -> Non
     driver.control.resume()
 
 
-def test_pause_with_abort(driver: Driver) -> None:
+@pytest.mark.parametrize("halt", [lambda c: c.pause("abort"), lambda c: c.sleep(1, "abort")])
+def test_pause_and_sleep_with_abort(driver, halt):
     driver.add("a")
-    driver.control.pause("abort")
+    halt(driver.control)
     driver.run()
     assert driver.ends == {"a": "abort"}
 
@@ -312,13 +313,6 @@ def test_weights_that_came_as_tensors_are_waited_for(driver: Driver) -> None:
     driver.control.load_state_dict(_tensors(4))
     assert not driver.control.is_sleeping
     assert driver.answer("a") == lone_answer(PROMPT, 8, 4)
-
-
-def test_sleep_with_abort(driver: Driver) -> None:
-    driver.add("a")
-    driver.control.sleep(1, "abort")
-    driver.run()
-    assert driver.ends == {"a": "abort"}
 
 
 def test_sleeping_through_an_update_and_a_pause(driver: Driver) -> None:

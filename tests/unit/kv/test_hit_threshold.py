@@ -160,22 +160,19 @@ def test_a_preempted_request_whose_blocks_were_recycled_is_not_recomputed(thresh
     assert bench.cache.num_free_blocks == bench.cache.num_blocks - 1
 
 
-@pytest.mark.parametrize("threshold", [0.3, 1.0])
-def test_a_preempted_request_whose_blocks_are_still_there_goes_on(threshold: float) -> None:
-    bench = preempted(12, threshold)
-    assert not bench.scheduler.take_rejected()
-    assert bench.answers["second"] == answer_alone(PROMPT, 24)
-
-
-def test_a_preempted_request_without_a_threshold_is_recomputed() -> None:
-    bench = preempted(24, 0.0)
-    assert not bench.scheduler.take_rejected()
-    assert bench.answers["second"] == answer_alone(PROMPT, 24)
-
-
-def test_a_returning_request_needs_no_more_than_its_threshold() -> None:
-    """One of its four blocks is left: a quarter is enough for who asked for a quarter."""
-    bench = preempted(24, 0.25)
+@pytest.mark.parametrize(
+    ("max_tokens", "threshold"),
+    [
+        (12, 0.3),
+        (12, 1.0),
+        (24, 0.0),
+        (24, 0.25),  # one of its four blocks is left
+    ],
+)
+def test_a_preempted_request_goes_on_with_the_blocks_or_threshold_that_it_has(
+    max_tokens: int, threshold: float
+) -> None:
+    bench = preempted(max_tokens, threshold)
     assert not bench.scheduler.take_rejected()
     assert bench.answers["second"] == answer_alone(PROMPT, 24)
 
@@ -229,27 +226,20 @@ def test_after_a_weight_update_nothing_is_recomputed_that_asked_not_to_be() -> N
     assert len(runner.plans) == steps
 
 
-def test_a_reset_leaves_a_running_request_alone() -> None:
+@pytest.mark.parametrize("resets", [True, False])
+@pytest.mark.parametrize("pauses", [True, False])
+def test_a_reset_and_a_pause_together_end_a_request_and_each_alone_does_not(resets, pauses):
     engine, _, sent = in_flight()
-    engine.control.reset_prefix_cache()
+    if resets:
+        engine.control.reset_prefix_cache()
+    if pauses:
+        engine.control.pause("recompute")
+        engine.control.resume()
     tokens, reason = rest(engine)
-    assert (len(sent + tokens), reason) == (20, "length")
-
-
-def test_after_a_reset_and_a_pause_nothing_is_recomputed_that_asked_not_to_be() -> None:
-    engine, _, _ = in_flight()
-    engine.control.reset_prefix_cache()
-    engine.control.pause("recompute")
-    engine.control.resume()
-    assert rest(engine) == ([], "cache_threshold")
-
-
-def test_a_pause_alone_leaves_the_blocks_there() -> None:
-    engine, _, sent = in_flight()
-    engine.control.pause("recompute")
-    engine.control.resume()
-    tokens, reason = rest(engine)
-    assert (len(sent + tokens), reason) == (20, "length")
+    if resets and pauses:
+        assert (tokens, reason) == ([], "cache_threshold")
+    else:
+        assert (len(sent + tokens), reason) == (20, "length")
 
 
 def test_the_log_says_ratio_threshold_and_source(caplog: pytest.LogCaptureFixture) -> None:

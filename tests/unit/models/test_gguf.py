@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -280,22 +281,24 @@ def test_a_file_that_is_cut_while_it_is_read_is_named(file: Path) -> None:
         list(tensors)
 
 
-def test_a_full_disk_leaves_nothing(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fill(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(hub, "_convert", fill)
-    with pytest.raises(ModelLoadError, match=r"No space left on device.*PREFIXCACHE_HOME names"):
-        resolve_model(str(file))
-    assert list((hub.cache_home() / "models").iterdir()) == []
-
-
-def test_a_disk_that_fills_up_under_the_tokenizer_leaves_nothing(file, monkeypatch):
-    def fill(*_: Any) -> None:
-        raise Exception("No space left on device (os error 28)")  # noqa: TRY002 - as tokenizers
-
-    monkeypatch.setattr("prefixcache.models.gguf.tokenizer._write", fill)
-    with pytest.raises(ModelLoadError, match=r"tiny\.gguf: its tokenizer .*No space left"):
+@pytest.mark.parametrize(
+    ("writes", "error", "problem"),
+    [
+        (
+            "hub._convert",
+            OSError(errno.ENOSPC, "No space left on device"),
+            r"No space left on device.*PREFIXCACHE_HOME names",
+        ),
+        (  # an error as the tokenizers package raises it
+            "gguf.tokenizer._write",
+            Exception("No space left on device (os error 28)"),
+            r"tiny\.gguf: its tokenizer .*No space left",
+        ),
+    ],
+)
+def test_a_full_disk_leaves_nothing(file, monkeypatch, writes, error, problem):
+    monkeypatch.setattr(f"prefixcache.models.{writes}", mock.Mock(side_effect=error))
+    with pytest.raises(ModelLoadError, match=problem):
         resolve_model(str(file))
     assert list((hub.cache_home() / "models").iterdir()) == []
 

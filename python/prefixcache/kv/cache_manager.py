@@ -387,6 +387,8 @@ class CacheManager:
         if self._hints_expire:
             self.prompt_groups.end_overdue()
             self._cache.demote_expired()
+            if self._pins:
+                self._demote_beyond_share()  # Some stood below a hint, and count again.
 
     def count_hits(self, request_id: str, max_tokens: int) -> int:
         """Leading tokens of the request that hit, in full blocks. Only reads.
@@ -636,9 +638,9 @@ class CacheManager:
         if self._pins:
             self._cache.pin_anchors([held[name] for name in ended_well if name in held])
         self._release(list(held))
+        self.prompt_groups.leave(ended)
         if self._pins:
             self._demote_beyond_share()
-        self.prompt_groups.leave(ended)
         for request_id in ended:
             del self._sequences[request_id]
             self._older.pop(request_id, None)

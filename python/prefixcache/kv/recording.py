@@ -98,9 +98,9 @@ class RecordedCacheManager(CacheManager):
 
     def demote_expired(self) -> None:  # noqa: D102
         self._tick()
-        super().demote_expired()
         if self._hints_expire:
             self._record("expire")
+        super().demote_expired()
         self._count()
 
     def commit(self, request_id: str, hit_tokens: int, num_tokens: int, chunk: int) -> int | None:  # noqa: D102

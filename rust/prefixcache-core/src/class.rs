@@ -176,9 +176,17 @@ impl Standing {
         self.0
     }
 
+    /// Whether the content was pinned, whatever decides where its block stands.
     #[inline]
-    pub(crate) const fn is_pinned(self) -> bool {
+    pub(crate) const fn has_pin(self) -> bool {
         self.0 & Self::PINNED != 0
+    }
+
+    /// Whether a pin decides where the block stands. One under a higher priority waits for the end of that, and counts
+    /// as no pin until then: a demotion could not end it, as it stands in no list of pins.
+    #[inline]
+    pub(crate) fn is_pinned(self) -> bool {
+        self.class() == Class::PINNED
     }
 
     /// The class that the content was given.
@@ -190,7 +198,7 @@ impl Standing {
     /// The class in whose list the block stands, or would at its release. A pin counts unless the own class is above.
     #[inline]
     pub(crate) fn class(self) -> Class {
-        if self.is_pinned() { self.own_class().max(Class::PINNED) } else { self.own_class() }
+        if self.has_pin() { self.own_class().max(Class::PINNED) } else { self.own_class() }
     }
 
     #[inline]

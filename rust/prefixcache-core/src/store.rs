@@ -265,8 +265,9 @@ pub struct StoreStats {
     pub held_above: usize,
     /// Blocks that nobody holds and that may be handed out, the cached ones included.
     pub free: usize,
-    /// Blocks that carry a pin, held or free. Where the index was cleared since, a block carries it until it
-    /// is handed out or loses its content.
+    /// Blocks that a pin keeps, held or free; one whose band is evicted even later keeps its pin for the end of that,
+    /// and does not count. Where the index was cleared since, a block has it until it is handed out or loses its
+    /// content.
     pub pinned: usize,
     /// Free blocks of the pinned tier.
     pub pinned_free: usize,

@@ -103,6 +103,11 @@ impl Block {
         }
     }
 
+    /// Whether a pin keeps it, not a higher priority.
+    fn is_pinned(&self) -> bool {
+        self.own_tier() == Tier::Pinned
+    }
+
     /// Makes it one of the first queue, of those of its band.
     fn lose_queue(&mut self) {
         self.queue = Queue::default();
@@ -243,7 +248,7 @@ impl Lookup for PlainPool {
         stats.in_use = self.blocks.iter().filter(|block| block.holders > 0).count();
         stats.held_above = self.num_held_above();
         stats.free = self.num_free();
-        stats.pinned = self.blocks.iter().filter(|block| block.pinned).count();
+        stats.pinned = self.blocks.iter().filter(|block| block.is_pinned()).count();
         stats.pinned_free = self.line(Tier::Pinned).len;
         stats
     }
@@ -421,12 +426,7 @@ impl BlockStore for PlainPool {
         let Some(id) = self.lookup(key) else {
             return false;
         };
-        let block = &mut self.blocks[id.index()];
-        if block.band != band {
-            block.band = band;
-            block.lose_queue();
-        }
-        self.go_to_own_tier(id);
+        self.reclass(id, |block| block.band = band);
         true
     }
 
@@ -533,7 +533,7 @@ impl PlainPool {
             BlockState::Held
         } else if !self.is_cached(id) {
             BlockState::Free
-        } else if block.pinned {
+        } else if block.is_pinned() {
             BlockState::Pinned
         } else {
             BlockState::Cached
@@ -570,7 +570,7 @@ impl PlainPool {
         block.life.hits += 1;
         block.life.used = self.clock.now();
         self.stats.touches += 1;
-        self.stats.pinned_hits += u64::from(self.blocks[id.index()].pinned);
+        self.stats.pinned_hits += u64::from(self.blocks[id.index()].is_pinned());
     }
 
     /// The tiers of a band, in the order in which they are emptied.
@@ -653,7 +653,7 @@ impl PlainPool {
     fn count_eviction(&mut self, id: BlockId) {
         let evicts = self.is_cached(id);
         self.stats.evictions += u64::from(evicts);
-        self.stats.pinned_evictions += u64::from(evicts && self.blocks[id.index()].pinned);
+        self.stats.pinned_evictions += u64::from(evicts && self.blocks[id.index()].is_pinned());
     }
 
     /// Gives up the content of the first `count` blocks of the tiers.
@@ -748,34 +748,34 @@ impl PlainPool {
                 _ => vec![],
             };
             changed += usize::from(if pinned {
-                copies.first().is_some_and(|&first| self.set_pin(first, true))
+                copies
+                    .first()
+                    .is_some_and(|&first| self.reclass(first, |block| block.pinned = true))
             } else {
-                let unpin = |copy: &&BlockId| self.set_pin(**copy, false);
+                let unpin = |copy: &&BlockId| self.reclass(**copy, |block| block.pinned = false);
                 copies.iter().chain([&id]).filter(unpin).count() > 0
             });
         }
         Ok(changed)
     }
 
-    /// Pins a block or takes the pin off.
-    fn set_pin(&mut self, id: BlockId, pinned: bool) -> bool {
-        if self.blocks[id.index()].pinned == pinned {
+    /// Changes pin or band of a block; whether they are others then. A free block whose tier is another now moves to
+    /// the end of that.
+    fn reclass(&mut self, id: BlockId, change: impl Fn(&mut Block)) -> bool {
+        let block = &mut self.blocks[id.index()];
+        let before = (block.pinned, block.band);
+        let was_pinned = block.is_pinned();
+        change(block);
+        if (block.pinned, block.band) == before {
             return false;
         }
-        self.blocks[id.index()].pinned = pinned;
-        self.blocks[id.index()].lose_queue();
-        self.stats.pins += u64::from(pinned);
-        self.go_to_own_tier(id);
-        true
-    }
-
-    /// A free block whose tier is another now moves to the end of that.
-    fn go_to_own_tier(&mut self, id: BlockId) {
-        let block = &self.blocks[id.index()];
+        block.lose_queue();
+        self.stats.pins += u64::from(block.is_pinned() && !was_pinned);
         if block.tier.is_some_and(|tier| tier != block.own_tier()) {
             self.unlink(id);
             self.push_back_all(&[id]);
         }
+        true
     }
 
     // Size.

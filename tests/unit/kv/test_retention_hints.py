@@ -12,6 +12,7 @@ import pytest
 
 from fakes.fake_runner import answer_alone
 from prefixcache.kv.cache_manager import GroupKind
+from prefixcache.kv.retention import Retention
 from prefixcache.types.request import CacheOptions
 from prefixcache.types.retention_range import RetentionRange
 from support.scheduler_bench import Bench
@@ -84,6 +85,19 @@ def test_a_hint_ends_with_its_ttl_which_hits_start_again() -> None:
     assert bench.serve([*PREFIX, 92]) == 0
     assert bench.stat("hints_expired") == len(PREFIX) // BLOCK
     assert bench.stat("hinted_blocks") == 0
+
+
+def test_pins_of_what_a_hint_keeps_longer_are_no_part_of_their_share() -> None:
+    """They would leave no room in it to others; once the hint ends they have to find it."""
+    pins = Retention(pin=True, pin_min_drop_size=0, pin_max_share=0.25)
+    bench = Hints(HYBRID, retention=pins, retention_budget=1.0)
+    bench.serve([*PREFIX, 90], RetentionRange(priority=100, ttl_s=60))
+    assert (bench.stat("hinted_blocks"), bench.stat("pinned_blocks")) == (9, 0)
+    bench.serve(list(range(50, 66)))
+    assert bench.stat("pinned_blocks") == 8
+    bench.at(61)
+    bench.cache.demote_expired()
+    assert (bench.stat("hinted_blocks"), bench.stat("pinned_blocks")) == (0, 10)
 
 
 def test_salts_over_their_budget_do_not_touch_a_third() -> None:

@@ -1,5 +1,6 @@
 //! What a pool counts in its whole life.
 
+use crate::class::Standing;
 use crate::store::StoreStats;
 use crate::sync::{AtomicU64, Ordering::Relaxed};
 
@@ -41,8 +42,9 @@ pub(crate) struct Counters {
     pub(crate) surplus: Counter,
     pub(crate) moved: Counter,
     pub(crate) lost_to_resize: Counter,
+    /// Blocks that a pin came to keep: it was given, or the priority above it ended.
     pub(crate) pins: Counter,
-    /// Pins that were taken off, demoted, or gone with the content.
+    /// Pins that were taken off, demoted, gone with the content, or below a priority since.
     pub(crate) ended_pins: Counter,
     pub(crate) demotions: Counter,
     pub(crate) pinned_evictions: Counter,
@@ -50,7 +52,14 @@ pub(crate) struct Counters {
 }
 
 impl Counters {
-    /// Blocks that carry a pin. A pin that another thread gives or ends may be missing.
+    /// What changes for the count of pins when a block's standing does: those that begin and end.
+    #[inline]
+    pub(crate) fn pin_changes(old: Standing, new: Standing) -> (u64, u64) {
+        let (was, is) = (old.is_pinned(), new.is_pinned());
+        (u64::from(is && !was), u64::from(was && !is))
+    }
+
+    /// Blocks that a pin keeps. A pin that another thread gives or ends may be missing.
     pub(crate) fn pinned(&self) -> usize {
         let ended = self.ended_pins.get();
         self.pins.get().saturating_sub(ended) as usize

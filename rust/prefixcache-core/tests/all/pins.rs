@@ -1,5 +1,6 @@
 //! Pins are of content, not holds: they last through hits and releases, and never past their epoch.
 
+use prefixcache_core::band::Band;
 use prefixcache_core::id::BlockId;
 use prefixcache_core::pool::{MultiWriter, Writer};
 use prefixcache_core::store::{BlockStore, Lookup, PoolConfig, Registration};
@@ -156,6 +157,32 @@ on_each_pool! {
         let all = allocate(pool, BLOCKS);
         pool.release(&all).unwrap();
         assert_eq!(counts(pool), [4, 2, 1, 1, 0], "one of the evictions was of a pinned block");
+    }
+
+    /// A demotion finds pinned blocks in their list, and content of the highest priority stands in another.
+    fn a_pin_under_a_higher_priority_counts_once_that_ends(pool) {
+        let counts = |pool: &_| {
+            let stats = Lookup::stats(pool);
+            [stats.pins as usize, stats.demotions as usize, stats.pinned, stats.pinned_free]
+        };
+        let ids = [1, 2, 3].map(|number| registered(pool, number));
+        assert!(pool.set_band(&key(1), ids[0], Band::of(100)));
+        assert_eq!(pool.pin(&ids[..2]), Ok(2));
+        assert!(pool.set_band(&key(2), ids[1], Band::of(100)));
+        assert_eq!(pool.pin(&ids), Ok(1));
+        assert_eq!(counts(pool), [2, 0, 1, 0]);
+        pool.release(&ids).unwrap();
+        assert_eq!(pool.demote(pool.stats().pinned), 1);
+        assert_eq!(counts(pool), [2, 1, 0, 0]);
+        assert_eq!(hit(pool, 1), ids[0]);
+        pool.release(&ids[..1]).unwrap();
+        assert_eq!(pool.stats().pinned_hits, 0, "the priority kept it");
+        for number in [1, 2] {
+            assert!(pool.set_band(&key(number), BlockId::NULL, Band::DEFAULT));
+        }
+        assert_eq!(counts(pool), [4, 1, 2, 2]);
+        assert_eq!(pool.demote(5), 2);
+        assert_eq!(counts(pool), [4, 3, 0, 0]);
     }
 
     fn a_pin_from_before_a_clear_ends_without_an_eviction(pool) {

@@ -367,16 +367,19 @@ impl Block {
         self.leave(from, |state| state.queued(to.ticket))
     }
 
-    /// Changes class and pin of a held block with content; whether they are others then.
-    pub(super) fn transition_to_classed(&self, change: impl Fn(Standing) -> Standing) -> bool {
+    /// Changes class and pin of a held block with content; what they were and are, if these are others.
+    pub(super) fn transition_to_classed(
+        &self,
+        change: impl Fn(Standing) -> Standing,
+    ) -> Option<(Standing, Standing)> {
         self.update(|state| {
             let new = state.with_standing(change(state.standing()));
             let changes = state.is_held() && state.is_hashed() && new != state;
             if changes && planted(Fault::BlindClass) {
                 self.state.store(new.0, Release);
-                return (true, None);
+                return (Some((state.standing(), new.standing())), None);
             }
-            (changes, changes.then_some(new))
+            (changes.then_some((state.standing(), new.standing())), changes.then_some(new))
         })
     }
 

@@ -6,6 +6,7 @@ use crate::band::Band;
 use crate::class::Standing;
 use crate::error::Misuse;
 use crate::id::{BlockId, BlockKey};
+use crate::pool::counters::Counters;
 use crate::records::Content;
 use crate::sync::{Fault, planted};
 
@@ -44,7 +45,6 @@ impl MultiPool {
     /// Pins the content of held blocks; how much of it was not pinned before.
     pub(super) fn pin(&self, ids: &[BlockId]) -> Result<usize, Misuse> {
         let (pinned, outcome) = count_done(ids, |id| self.pin_content(id));
-        self.counters.pins.add(pinned as u64);
         outcome.map(|()| pinned)
     }
 
@@ -70,7 +70,8 @@ impl MultiPool {
             return Ok(false);
         }
         let key = self.block(id).key();
-        let hit = self.records.find(&key).filter(|&hit| !self.is_pinned(hit));
+        let hit =
+            self.records.find(&key).filter(|&hit| !self.block(hit).state().standing().has_pin());
         Ok(hit.is_some_and(|hit| self.classify(hit, id, &key, Standing::pinned)))
     }
 
@@ -84,13 +85,9 @@ impl MultiPool {
             let spot = self.records.index.spot(&content, self.records.epoch());
             self.records.for_each_copy(spot, &content, |copy| copies.push(copy.id));
         }
-        let unpin = |&copy: &BlockId| {
-            self.is_pinned(copy) && self.classify(copy, id, &key, Standing::unpinned)
-        };
+        let unpin = |&copy: &BlockId| self.classify(copy, id, &key, Standing::unpinned);
         // All of them, so no `any`.
-        let unpinned = copies.iter().filter(|copy| unpin(copy)).count();
-        self.counters.ended_pins.add(unpinned as u64);
-        Ok(unpinned > 0)
+        Ok(copies.iter().filter(|copy| unpin(copy)).count() > 0)
     }
 
     /// Gives the copy that hits for `key` this band, and a free one the last place of it; whether there
@@ -114,7 +111,7 @@ impl MultiPool {
         change: impl Fn(Standing) -> Standing,
     ) -> bool {
         if id == held {
-            return self.block(id).transition_to_classed(change);
+            return self.reclass_held(id, change);
         }
         // So that no resize moves the block meanwhile.
         let inside = self.credits.enter();
@@ -137,8 +134,18 @@ impl MultiPool {
         if !self.hold_copy(id, key) {
             return false;
         }
-        let changed = self.block(id).transition_to_classed(change);
+        let changed = self.reclass_held(id, change);
         self.give_back_all(&[id]);
         changed
+    }
+
+    /// Changes class and pin of a held block, and counts the pin; whether they are others then.
+    fn reclass_held(&self, id: BlockId, change: impl Fn(Standing) -> Standing) -> bool {
+        let changed = self.block(id).transition_to_classed(change);
+        let Some((old, new)) = changed else { return false };
+        let (begun, ended) = Counters::pin_changes(old, new);
+        self.counters.pins.add(begun);
+        self.counters.ended_pins.add(ended);
+        true
     }
 }

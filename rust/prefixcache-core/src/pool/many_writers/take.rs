@@ -288,7 +288,7 @@ impl MultiPool {
                 return (block.state().place() != Some(place)).then_some(Transition::Raced);
             }
             // A block keeps its pin, or goes without one, while it stands at its place.
-            let has_pin = class >= Class::PINNED && self.is_pinned(id);
+            let has_pin = class == Class::PINNED;
             let is_current = has_pin && self.records.is_current(block);
             let step = block.transition_to_evicted(place);
             if has_pin && step == Transition::Done {

@@ -96,8 +96,8 @@ impl Writer {
         self.journal.gives_bands |= kept.band != Band::DEFAULT;
         if kept.pinned {
             standing = standing.pinned();
-            self.pool.counters.pins.add_alone(1);
         }
+        self.pool.counters.pins.add_alone(u64::from(standing.is_pinned()));
         self.block(kept.block).update(|state| state.with_standing(standing));
     }
 

@@ -164,13 +164,13 @@ impl Writer {
             }
             Change::Hit(block) => backing.used(&[block]),
             Change::Listed(block, standing) => {
-                backing.queued(block, standing.own_class().band(), standing.is_pinned());
+                backing.queued(block, standing.own_class().band(), standing.has_pin());
                 if standing.own_class() == Class::UNNEEDED {
                     backing.unneeded(block);
                 }
             }
             Change::Reclassed(block, standing) => {
-                backing.classed(block, standing.own_class().band(), standing.is_pinned());
+                backing.classed(block, standing.own_class().band(), standing.has_pin());
             }
             Change::Withdrawn(block) | Change::Evicted(Evicted { block, .. }) => {
                 backing.withdrawn(block);

@@ -10,6 +10,7 @@ use crate::class::{Class, Destination, Standing};
 use crate::error::Misuse;
 use crate::id::{BlockId, BlockKey};
 use crate::policy::Tick;
+use crate::pool::counters::Counters;
 use crate::records::Content;
 
 impl Writer {
@@ -21,7 +22,6 @@ impl Writer {
             pinned += usize::from(self.pin_content(id));
             Ok(())
         });
-        self.pool.counters.pins.add_alone(pinned as u64);
         outcome.map(|()| pinned)
     }
 
@@ -34,7 +34,7 @@ impl Writer {
         }
         let (content, epoch) = (records.block(id).content(), records.epoch());
         let hit = records.find(&content.key());
-        let new = hit.filter(|&hit| !self.block(hit).state().is_pinned());
+        let new = hit.filter(|&hit| !self.block(hit).state().standing().has_pin());
         let pinned = new.is_some_and(|hit| self.reclass(hit, Standing::pinned));
         let spot = self.pool.records.index.spot(&content, epoch);
         self.note_copies_above_default(spot, &content);
@@ -66,13 +66,8 @@ impl Writer {
             let spot = records.index.spot(&content, records.epoch());
             records.for_each_copy(spot, &content, |copy| copies.push(copy.id));
         }
-        let mut unpinned = 0;
-        for copy in copies {
-            let is_pinned = self.block(copy).state().is_pinned();
-            unpinned += u64::from(is_pinned && self.reclass(copy, Standing::unpinned));
-        }
-        self.pool.counters.ended_pins.add_alone(unpinned);
-        unpinned > 0
+        // All of them, so no `any`.
+        copies.into_iter().filter(|&copy| self.reclass(copy, Standing::unpinned)).count() > 0
     }
 
     /// Takes the pins off the oldest `count` blocks in the pinned list, which join those of their own
@@ -133,6 +128,9 @@ impl Writer {
         if new == state.standing() {
             return false;
         }
+        let (begun, ended) = Counters::pin_changes(state.standing(), new);
+        self.pool.counters.pins.add_alone(begun);
+        self.pool.counters.ended_pins.add_alone(ended);
         match state.list() {
             Some(class) if class != new.class() => {
                 self.unlist(class, id);

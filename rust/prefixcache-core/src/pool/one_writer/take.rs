@@ -252,7 +252,7 @@ impl Writer {
             && wanted(self, id)
         {
             List::prefetch_behind(self.blocks(), id);
-            if class >= Class::PINNED && self.block(id).state().is_pinned() {
+            if class == Class::PINNED {
                 pinned += 1;
                 current_pins += u64::from(self.is_current(id));
             }

@@ -9,7 +9,8 @@ use std::any::Any;
 use std::collections::{HashSet, VecDeque};
 use std::hash::Hasher;
 use std::ptr::NonNull;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, LockResult, Mutex, MutexGuard};
+use std::thread;
 
 use prefixcache_core::backing::BackingStore;
 use prefixcache_core::band::Band;
@@ -113,11 +114,26 @@ struct State {
     /// Keys that were evicted and not copied, the younger half first.
     seen: [HashSet<u64>; 2],
     is_durable: bool,
+    /// A call has panicked, on whatever thread: what it left may be half done, so nothing is copied or found any more.
+    is_closed: bool,
     era: u64,
     counts: StagingCounts,
 }
 
 impl State {
+    /// Of a pool of at most so many blocks.
+    fn new(num_blocks: usize) -> Self {
+        let (contents, is_ahead) = (vec![None; num_blocks], vec![false; num_blocks]);
+        Self { contents, num_blocks, is_ahead, ..Self::default() }
+    }
+
+    fn close(&mut self) {
+        if !self.is_closed {
+            let (era, counts) = (self.era, self.counts);
+            *self = Self { era, counts, is_closed: true, ..Self::new(self.contents.len()) };
+        }
+    }
+
     fn was_seen(&self, key: &BlockKey) -> bool {
         self.seen.iter().any(|keys| keys.contains(&short(key)))
     }
@@ -217,15 +233,14 @@ struct Shared {
 
 impl Shared {
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        closed_if_poisoned(self.state.lock())
     }
 
     /// The state, once no thread reads blocks without the lock of which `changes` says that their bytes may change.
     /// That is a wait for the copy of one block, which the pool's writer need not make then.
     fn state_to_change(&self, changes: impl Fn(BlockId) -> bool) -> MutexGuard<'_, State> {
         let wait = |state: &mut State| state.copying.is_some_and(&changes);
-        let state = self.copied.wait_while(self.state(), wait);
-        state.unwrap_or_else(PoisonError::into_inner)
+        closed_if_poisoned(self.copied.wait_while(self.state(), wait))
     }
 
     /// Copies the next block that was put ahead and is wanted still. None where none is due, or others wait.
@@ -242,7 +257,10 @@ impl Shared {
                 break (block, content);
             }
         };
-        let bytes = self.copy(block, Vec::new());
+        let bytes = {
+            let _closing = CloseOnPanic(self);
+            self.copy(block, Vec::new())
+        };
         let mut state = self.state();
         state.copying = None;
         state.note_copy(&content);
@@ -267,7 +285,28 @@ impl Shared {
     }
 }
 
-/// Evicted blocks between a pool and a slower tier. Clones are the same.
+/// The state, closed where a thread panicked that had it.
+fn closed_if_poisoned(state: LockResult<MutexGuard<'_, State>>) -> MutexGuard<'_, State> {
+    state.unwrap_or_else(|poisoned| {
+        let mut state = poisoned.into_inner();
+        state.close();
+        state
+    })
+}
+
+/// Closes the state where a thread panics that copies without the lock, so that the pool's writer does not wait for it.
+struct CloseOnPanic<'a>(&'a Shared);
+
+impl Drop for CloseOnPanic<'_> {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            self.0.state().close();
+            self.0.copied.notify_one();
+        }
+    }
+}
+
+/// Evicted blocks between a pool and a slower tier. Clones are the same. Closed by a call that panics.
 #[derive(Clone, Debug)]
 pub struct Staging(Arc<Shared>);
 
@@ -279,12 +318,7 @@ impl Staging {
     /// Every byte of the tensors may be read and written as long as the result or a clone of it lives.
     #[must_use]
     pub unsafe fn new(memory: Memory, capacity: usize, min_uses: u32) -> Self {
-        let state = State {
-            contents: vec![None; memory.num_blocks],
-            num_blocks: memory.num_blocks,
-            is_ahead: vec![false; memory.num_blocks],
-            ..State::default()
-        };
+        let state = State::new(memory.num_blocks);
         Self(Arc::new(Shared {
             capacity: capacity / memory.value_bytes(),
             memory,
@@ -298,6 +332,12 @@ impl Staging {
     #[must_use]
     pub fn store(&self) -> Arc<dyn BackingStore> {
         Arc::new(self.clone())
+    }
+
+    /// Whether a call has panicked: nothing is taken, found or kept any more.
+    #[must_use]
+    pub fn is_closed(&self) -> bool {
+        self.0.state().is_closed
     }
 
     /// How many clears there were, and whether blocks wait or are to be copied before they are evicted.
@@ -329,7 +369,7 @@ impl Staging {
     /// The tier holds these from now on, unless another era has begun.
     pub fn add_stored(&self, keys: &[BlockKey], era: u64) {
         let mut state = self.0.state();
-        if state.era == era {
+        if state.era == era && !state.is_closed {
             keys.iter().for_each(|&key| state.add_stored(key));
         }
     }
@@ -563,7 +603,8 @@ impl BackingStore for Staging {
     }
 
     fn set_durable(&self, durable: bool) {
-        self.0.state().is_durable = durable;
+        let mut state = self.0.state();
+        state.is_durable = durable && !state.is_closed;
     }
 }
 
@@ -587,7 +628,7 @@ pub fn key_from_bytes(bytes: &[u8]) -> Option<BlockKey> {
 
 #[cfg(test)]
 mod tests {
-    use std::thread;
+    use std::panic::{AssertUnwindSafe, catch_unwind};
 
     use super::*;
 
@@ -675,6 +716,35 @@ mod tests {
         assert_eq!(*found, key(7));
         assert!(value[..LARGE] == tensor[..LARGE], "the block is torn");
         assert_eq!(staging.counts().staged, 1, "evicted, it was copied again");
+    }
+
+    #[test]
+    fn a_call_that_panics_closes_it() {
+        let reports_no_block: fn(&mut Staging) = |staging| {
+            staging.published(BlockId::new(9), &key(8));
+        };
+        let copies_no_block: fn(&mut Staging) = |staging| {
+            let shared = Arc::get_mut(&mut staging.0).expect("no clone");
+            shared.memory.num_blocks = 1;
+            shared.capacity = 0;
+            staging.resized(1);
+            staging.queued(BlockId::new(1), Band::DEFAULT, false);
+            let _ = staging.take_ahead(9, 0);
+        };
+        for panics in [reports_no_block, copies_no_block] {
+            let (mut staging, _tensors) = staging();
+            staging.published(BlockId::new(1), &key(7));
+            staging.add_stored(&[key(6)], 0);
+            assert!(!staging.is_closed());
+            assert!(catch_unwind(AssertUnwindSafe(|| panics(&mut staging))).is_err());
+            assert!(staging.is_closed());
+            staging.set_durable(true);
+            staging.published(BlockId::new(2), &key(8));
+            staging.withdrawn(BlockId::new(1)); // It waits for no copy.
+            staging.withdrawn(BlockId::new(2));
+            staging.add_stored(&[key(7)], 0);
+            assert_eq!((staging.take(9, 0), staging.num_stored()), (vec![], 0));
+        }
     }
 
     #[test]

@@ -14,7 +14,7 @@ use pyo3::types::{PyBytes, PyDict};
 
 use crate::arguments::{Blocks, Group, List, Number, Value, wrong_type};
 use crate::dicts::set_fields;
-use crate::errors::{Result, out_of_range};
+use crate::errors::{Result, out_of_range, panicked};
 use crate::events::Event;
 use crate::names::{self, Name};
 
@@ -26,7 +26,8 @@ type Era = Number<names::Era, u64>;
 /// A key and the bytes of its block, with their checksum.
 type Taken<'py> = (Bound<'py, PyBytes>, Bound<'py, PyArray1<u8>>);
 
-/// Evicted blocks on their way to a slower tier and back.
+/// Evicted blocks on their way to a slower tier and back. A call that panics closes it: nothing is there then, and
+/// `take`, `fill`, `add_stored` and `remove_stored` fail.
 #[pyclass(frozen, module = "prefixcache._core")]
 pub struct BlockStaging(pub Staging);
 
@@ -36,6 +37,12 @@ impl Value for BlockKey {
         let bytes = PyBackedBytes::read(argument, value)?;
         let reason = || format!("must have 34 bytes, not {}", bytes.len());
         key_from_bytes(&bytes).ok_or_else(|| out_of_range(argument, reason()))
+    }
+}
+
+impl BlockStaging {
+    fn open(&self) -> Result<&Staging> {
+        if self.0.is_closed() { Err(panicked("staging")) } else { Ok(&self.0) }
     }
 }
 
@@ -93,25 +100,33 @@ impl BlockStaging {
     }
 
     /// Take up to `max_blocks` evicted blocks, the oldest first, and none of another era. Any thread.
-    fn take<'py>(&self, py: Python<'py>, max_blocks: MaxBlocks, era: Era) -> Vec<Taken<'py>> {
-        let taken = py.detach(|| match self.0.take(max_blocks.0, era.0) {
-            taken if taken.is_empty() => self.0.take_ahead(max_blocks.0, era.0),
+    fn take<'py>(
+        &self,
+        py: Python<'py>,
+        max_blocks: MaxBlocks,
+        era: Era,
+    ) -> Result<Vec<Taken<'py>>> {
+        let staging = self.open()?;
+        let taken = py.detach(|| match staging.take(max_blocks.0, era.0) {
+            taken if taken.is_empty() => staging.take_ahead(max_blocks.0, era.0),
             taken => taken,
         });
         let taken = taken
             .into_iter()
             .map(|(key, bytes)| (PyBytes::new(py, &key_to_bytes(&key)), bytes.into_pyarray(py)));
-        taken.collect()
+        Ok(taken.collect())
     }
 
     /// The tier holds these from now on, unless another era has begun. Any thread.
-    fn add_stored(&self, keys: Keys, era: Era) {
-        self.0.add_stored(&keys.0, era.0);
+    fn add_stored(&self, keys: Keys, era: Era) -> Result<()> {
+        self.open()?.add_stored(&keys.0, era.0);
+        Ok(())
     }
 
     /// The tier holds these no more. Any thread.
-    fn remove_stored(&self, keys: Keys) {
-        self.0.remove_stored(&keys.0);
+    fn remove_stored(&self, keys: Keys) -> Result<()> {
+        self.open()?.remove_stored(&keys.0);
+        Ok(())
     }
 
     /// The tier holds nothing. Any thread.
@@ -163,8 +178,9 @@ impl BlockStaging {
         let triples = blocks.into_iter().zip(keys).zip(&values);
         let triples =
             triples.map(|((block, key), value): ((BlockId, _), _)| (block, key, &**value));
+        let staging = self.open()?;
         // SAFETY: the caller's promise.
-        let filled = py.detach(|| unsafe { self.0.fill(triples) });
+        let filled = py.detach(|| unsafe { staging.fill(triples) });
         filled.ok_or_else(|| out_of_range(names::Blocks::NAME, "must be blocks of the pool"))
     }
 

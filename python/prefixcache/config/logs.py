@@ -26,6 +26,7 @@ LogFormat = Literal["text", "json"]
 SHOWS_ERROR: Mapping[str, bool] = {"shows_error": True}
 
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_TOLD_COUNTS = frozenset(10**power for power in range(1, 10))
 _WITHHELD = "(its message may quote a request: --log-prompts shows it)"
 
 
@@ -54,6 +55,28 @@ def log_handler(
 def with_fields(**fields: Any) -> dict[str, Any]:
     """`extra` of a record: members of a line of JSON; `message` replaces the record's text."""
     return {"fields": fields}
+
+
+class RecurringError:
+    """Writes an error that comes again and again to a log once with its stack, then how often."""
+
+    def __init__(
+        self, logger: logging.Logger, message: str, extra: Mapping[str, bool] | None = None
+    ) -> None:
+        self._logger = logger
+        self._message = message
+        self._extra = extra
+        self._last = ""
+        self._count = 0
+
+    def log(self, error: Exception) -> None:
+        """Another error than the last one is a new one. Counts that are powers of ten are told."""
+        if repr(error) != self._last:
+            self._last, self._count = repr(error), 0
+            self._logger.error(self._message, exc_info=error, extra=self._extra)
+        self._count += 1
+        if self._count in _TOLD_COUNTS:
+            self._logger.error("%s It has failed %d times.", self._message, self._count)
 
 
 def _opened(file: Path) -> logging.Handler:

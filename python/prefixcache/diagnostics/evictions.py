@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from prefixcache.config.logs import RecurringError
 from prefixcache.diagnostics.history import Pressure
 from prefixcache.kv.cache_manager import CacheManager
 
@@ -120,15 +121,12 @@ class EvictionReader:
 
 def _read_on(reference: weakref.ref[EvictionReader]) -> None:
     """Reads until the object is gone: an engine has no end that could stop a thread."""
-    has_failed = False
+    failing = RecurringError(logger, "Evicted blocks could not be read. The next try comes soon.")
     while (reader := reference()) is not None:
         try:
             reader.read()
-            has_failed = False
-        except Exception:
-            if not has_failed:
-                logger.exception("Evicted blocks could not be read. The next try comes soon.")
-            has_failed = True
+        except Exception as error:  # noqa: BLE001 - logged
+            failing.log(error)
         del reader
         time.sleep(_PERIOD)
 

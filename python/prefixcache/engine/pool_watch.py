@@ -6,7 +6,7 @@ import logging
 import threading
 import weakref
 
-from prefixcache.config.logs import SHOWS_ERROR
+from prefixcache.config.logs import SHOWS_ERROR, RecurringError
 from prefixcache.engine.control import Control
 from prefixcache.engine.engine import Engine
 from prefixcache.exceptions import EngineDeadError
@@ -39,6 +39,7 @@ class PoolWatch:
         self._closing.set()
 
     def _run(self) -> None:
+        failing = RecurringError(logger, "The KV cache keeps its size for now.", SHOWS_ERROR)
         while not self._closing.wait(WATCH_SECONDS):
             engine, control = self._engine(), self._control()
             if engine is None or control is None:
@@ -48,8 +49,8 @@ class PoolWatch:
                     adjust_pool(engine, control)
                 except EngineDeadError:
                     return
-                except Exception:
-                    logger.exception("The KV cache keeps its size for now.", extra=SHOWS_ERROR)
+                except Exception as error:  # noqa: BLE001 - logged
+                    failing.log(error)
                 finally:
                     self._turn.release()
             del engine, control

@@ -12,6 +12,7 @@ from itertools import islice
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from prefixcache.config.logs import RecurringError
 from prefixcache.events.config import KVEventsConfig
 from prefixcache.events.form import CacheSnapshot, WireForm
 from prefixcache.events.sockets import EventSockets
@@ -53,8 +54,7 @@ class EventPublisher:
         self._next = 0
         self._num_blocks = {"stored": 0, "removed": 0, "cleared": 0}
         self._num_replays = 0
-        # What failed last; and whether the last try failed.
-        self._problem = ""
+        self._failing = RecurringError(logger, "KV events could not be published.")
         self._is_failing = False
         self._publishing = threading.Lock()
         self._closing = threading.Event()
@@ -126,11 +126,9 @@ class EventPublisher:
         try:
             action()
             self._is_failing = False
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - logged
             self._is_failing = True
-            if repr(error) != self._problem:
-                logger.exception("KV events could not be published. The next try comes soon.")
-            self._problem = repr(error)
+            self._failing.log(error)
             self._closing.wait(_PERIOD)
 
     def _go_round(self) -> None:

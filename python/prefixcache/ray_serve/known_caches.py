@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from prefixcache.config.logs import RecurringError
 from prefixcache.events.reader import EventReader, Update
 from prefixcache.events.wire import DISK_MEDIUM, AllBlocksCleared, BlockRemoved, BlockStored, Event
 from prefixcache.routing import PrefixRouting
@@ -73,12 +74,13 @@ class _CacheReader:
         self._events.close()
 
     def _run(self) -> None:
+        failing = RecurringError(logger, f"The events of {self._replica} cannot be read.")
         while not self._closed.is_set():
             try:
                 self._read()
-            except Exception:  # until the next start the replica is asked what it has
+            except Exception as error:  # noqa: BLE001 - until the next start the replica is asked
                 if not self._closed.is_set():
-                    logger.warning("The events of %s cannot be read.", self._replica, exc_info=True)
+                    failing.log(error)
             self.is_complete = False
             if not self._closed.wait(_AGAIN_SECONDS):
                 self._events = self._new_reader()

@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 
+from prefixcache.config.logs import RecurringError
 from prefixcache.exceptions import EngineDeadError
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class Notifier:
 
     async def _keep_alive(self, seconds: float) -> None:
         """Three times in the time that systemd waits."""
-        problem = ""
+        failing = RecurringError(logger, "It is not known whether the step loop is alive.")
         while True:
             try:
                 await self._loop_passes()
@@ -51,10 +52,8 @@ class Notifier:
             except EngineDeadError as error:
                 self._report(f"STATUS={error}".splitlines()[0])
                 return
-            except Exception as error:
-                if repr(error) != problem:
-                    logger.exception("It is not known whether the step loop is alive.")
-                problem = repr(error)
+            except Exception as error:  # noqa: BLE001 - logged
+                failing.log(error)
             await asyncio.sleep(seconds / 3)
 
     def _report(self, state: str) -> None:

@@ -26,7 +26,7 @@ from uvicorn.server import ServerState
 
 from prefixcache.cli.main import app as command
 from prefixcache.server.http import tls
-from prefixcache.server.http.tls import Certificates
+from prefixcache.server.http.tls import Certificates, TlsListener
 from prefixcache.server.jobs.context import Lifecycle
 from prefixcache.server.options.serve_options import TlsOptions
 from support.serving import serving, wait_until
@@ -125,6 +125,28 @@ def test_stalled_handshakes_end(files: Files) -> None:
     with _stalled(files, timeout_read=0.5) as (stalled, state, _):
         assert all(map(_is_closed, stalled))
         wait_until(lambda: not state.connections)
+
+
+def test_a_connection_that_fails_in_an_unknown_way_does_not_end_accepting(
+    files: Files, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failures = iter([RuntimeError("not known")] * 2)
+
+    def make_room(listener: TlsListener, newest: object) -> None:
+        if (failure := next(failures, None)) is not None:
+            raise failure
+
+    monkeypatch.setattr(TlsListener, "_make_room", make_room)
+    monkeypatch.setattr("prefixcache.server.http.tls._ACCEPT_AGAIN_SECONDS", 0.01)
+    certificates = Certificates(files.options)
+    with serving(echoes, Lifecycle(), certificates=certificates) as (server, address):
+        url = address.replace("http:", "https:")
+        for _ in range(2):
+            with pytest.raises(httpx.TransportError):
+                httpx.get(url, verify=files.client(), timeout=240)
+        assert httpx.get(url, verify=files.client(), timeout=240).text == "https "
+        wait_until(lambda: not server.server_state.connections)
+    assert caplog.text.count("A connection was not accepted") == 1
 
 
 @contextmanager

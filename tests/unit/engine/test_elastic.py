@@ -6,10 +6,12 @@ import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from threading import Lock, get_ident
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -19,7 +21,7 @@ from fakes.fake_memory import FakeMemory, lone_answer, make_versioned_engine
 from fakes.fake_runner import answer_alone
 from prefixcache.config.engine_config import CacheConfig, ElasticConfig
 from prefixcache.engine.engine import Engine
-from prefixcache.engine.pool_watch import adjust_pool
+from prefixcache.engine.pool_watch import PoolWatch, adjust_pool
 from prefixcache.engine.sizing.elastic import SelfSizing
 from prefixcache.exceptions import (
     ConfigError,
@@ -32,6 +34,7 @@ from prefixcache.kv.retention import Retention
 from prefixcache.llm import LLM
 from prefixcache.runner.sizing import MemorySize, pool_sizes
 from prefixcache.types.sampling_params import SamplingParams
+from support.serving import wait_until
 
 MIB = 1 << 20
 PROMPT = [*range(10, 26)]
@@ -255,6 +258,18 @@ def test_what_requests_hold_keeps_its_memory_while_that_of_others_goes_back() ->
     fill(elastic, 9)
     assert elastic.tokens["long"] == answer_alone(PROMPT, 40)
     assert elastic.pool.memory.num_mapped_bytes() <= 20 * BLOCK_BYTES
+
+
+def test_a_size_that_cannot_be_chosen_is_logged_once_with_its_stack_and_then_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("prefixcache.engine.pool_watch.WATCH_SECONDS", 0.001)
+    elastic = Elastic()
+    elastic.engine.self_sizing = Mock(choose=Mock(side_effect=OSError("no memory is told")))
+    with closing(PoolWatch(elastic.engine, elastic.control)):
+        wait_until(lambda: "failed 100 times" in caplog.text)
+    errors = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert [bool(record.exc_info) for record in errors] == [True, False, False]
 
 
 def test_slices_that_have_little_to_do_do_not_make_later_ones_longer() -> None:

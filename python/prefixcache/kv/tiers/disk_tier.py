@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from prefixcache._core import BlockStaging
+from prefixcache.config.logs import RecurringError
 from prefixcache.config.private_folder import NotUsableError
 from prefixcache.kv.tiers.disk_store import BlockStore
 from prefixcache.metrics import DiskCounts
@@ -245,14 +246,15 @@ class DiskTier:
     # In the tier's thread.
 
     def _run(self) -> None:
+        failing = RecurringError(logger, "The disk tier failed.")
         try:
             while self._wait():
                 try:
                     self._work()
                 except (OSError, NotUsableError) as error:
                     self._fail(error)
-                except Exception as error:
-                    logger.exception("The disk tier failed.")
+                except Exception as error:  # noqa: BLE001 - logged
+                    failing.log(error)
                     self._fail(error)
                 self._wake()  # Somebody may wait for what is done.
         finally:

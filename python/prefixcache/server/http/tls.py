@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from prefixcache.config.logs import RecurringError
 from prefixcache.exceptions import FieldError
 from prefixcache.server.http.connections import Connection, ConnectionLimits
 from prefixcache.server.options.serve_options import TlsOptions
@@ -50,7 +51,7 @@ class Certificates:
                 return
             self._state = state
             self.context = _context(self._options)
-        except (FieldError, OSError) as error:  # the latter where a file changes while it is read
+        except Exception as error:  # noqa: BLE001 - such as a file that changes while it is read
             if str(error) != self._problem:
                 logger.error("The TLS certificate was not renewed, the old one stays: %s", error)
             self._problem = str(error)
@@ -92,6 +93,7 @@ class TlsListener:
         self._limits = limits
         self._connections = connections
         self._loop = asyncio.get_running_loop()
+        self._failing = RecurringError(logger, "A connection was not accepted.")
         self._accepting = self._loop.create_task(self._accept_all(sock))
 
     def close(self) -> None:
@@ -104,30 +106,40 @@ class TlsListener:
 
     async def _accept_all(self, sock: socket.socket) -> None:
         while True:
-            accepted = await self._accept(sock)
-            if accepted is not None:
-                self._begin(accepted)
-            await asyncio.sleep(0)  # accepting may not wait at all, and others have their turn
+            await self._accept(sock)
 
-    async def _accept(self, sock: socket.socket) -> socket.socket | None:
+    async def _accept(self, sock: socket.socket) -> None:
+        """Whatever goes wrong, the next client is to be served."""
         try:
-            return (await self._loop.sock_accept(sock))[0]
+            accepted, _ = await self._loop.sock_accept(sock)
+            self._begin(accepted)
+            await asyncio.sleep(0)  # accepting may not wait at all, and others have their turn
         except OSError as error:  # no file is left, or the client is gone
             logger.debug("A connection was not accepted: %s", error)
             await asyncio.sleep(_ACCEPT_AGAIN_SECONDS)
-            return None
+        except Exception as error:  # noqa: BLE001 - logged
+            self._failing.log(error)
+            await asyncio.sleep(_ACCEPT_AGAIN_SECONDS)
 
     def _begin(self, accepted: socket.socket) -> None:
         pending = _Pending(accepted)
         self._connections.add(pending)
         self._limits.awaited[pending] = None
-        if len(self._connections) > self._limits.most:
-            next(iter(self._limits.awaited)).make_room(pending)
+        try:
+            self._make_room(pending)
+        except BaseException:
+            pending.shutdown()
+            self._forget(pending)
+            raise
         if pending.is_open:
             pending.task = self._loop.create_task(self._shake_hands(pending, accepted))
             pending.task.add_done_callback(lambda _: self._forget(pending))
         else:
             self._forget(pending)
+
+    def _make_room(self, newest: _Pending) -> None:
+        if len(self._connections) > self._limits.most:
+            next(iter(self._limits.awaited)).make_room(newest)
 
     async def _shake_hands(self, pending: _Pending, accepted: socket.socket) -> None:
         # Else the connection would count twice, and another would make room for it.

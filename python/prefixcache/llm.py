@@ -415,15 +415,16 @@ class LLM:
         choice.token_ids.extend(new.token_ids)
         if choice.logprobs is not None:
             choice.logprobs.extend(self._by_id(logprobs) for logprobs in new.logprobs)
-        choice.finish_reason, choice.stop_reason = new.finish_reason, new.stop_reason
-        choice.error, choice.pooled = new.error, new.pooled
+        ending = new.ending
+        choice.finish_reason, choice.stop_reason = ending.finish_reason, ending.stop_reason
+        choice.error, choice.pooled = ending.error, ending.pooled
         if new.prompt_logprobs is not None:
             result.prompt_logprobs = [
                 None if logprobs is None else self._by_id(logprobs)
                 for logprobs in new.prompt_logprobs
             ]
         if choice.index == 0:
-            result.num_cached_tokens = new.num_cached_tokens
+            result.num_cached_tokens = new.prompt.num_cached_tokens
 
     def _by_id(self, logprobs: TokenLogprobs) -> dict[int, Logprob]:
         """The token taken first, then the likeliest ones."""

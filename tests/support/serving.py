@@ -34,7 +34,7 @@ from prefixcache.server.jobs.served_model import ServedModel
 from prefixcache.server.options.limits import ServerLimits
 from prefixcache.server.serve import ServeOptions, Server
 from prefixcache.text.tokenization.tokenizer import Tokenizer
-from prefixcache.types.request import Request, RequestOutput
+from prefixcache.types.request import Ending, PromptUse, Request, RequestOutput
 
 MODEL = "tiny"
 
@@ -247,6 +247,6 @@ async def says(request: Request, *texts: str) -> AsyncIterator[RequestOutput]:
             request_id=request.request_id,
             token_ids=(3,),
             text=text,
-            num_prompt_tokens=len(request.prompt_token_ids),
-            finish_reason="stop" if number == len(texts) else None,
+            prompt=PromptUse(num_tokens=len(request.prompt_token_ids)),
+            ending=Ending("stop" if number == len(texts) else None),
         )

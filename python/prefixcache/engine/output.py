@@ -5,14 +5,20 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from prefixcache.engine.weight_versions import WeightVersions
 from prefixcache.metrics import Metrics
 from prefixcache.scheduler.state import RequestState
 from prefixcache.text.tokenization.detokenizer import IncrementalDetokenizer
-from prefixcache.types.request import Ending, FinishReason, Request, RequestOutput, TokenLogprobs
+from prefixcache.types.request import (
+    GOES_ON,
+    Ending,
+    PromptUse,
+    Request,
+    RequestOutput,
+    TokenLogprobs,
+)
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.step_plan import SequenceOutput, StepPlan
 from prefixcache.types.weight_spans import ShownVersion
@@ -47,7 +53,7 @@ class Answer:
         self._eos_token_ids = () if ignores_eos else eos_token_ids
         self._max_tokens = max_tokens
         self._num_tokens = 0
-        self._num_cached_tokens = self._num_written_tokens = 0
+        self._prompt = self._unused_prompt()
         self._num_accepted_drafts = self._num_refused_drafts = 0
         self._prompt_logprobs = self._unscored()
         self._begun: float | None = None
@@ -63,14 +69,14 @@ class Answer:
         """Starts again with an unused detokenizer; says so where tokens were delivered."""
         begun = self._num_tokens > 0
         self._detokenizer = detokenizer
-        self._num_tokens = self._num_cached_tokens = self._num_written_tokens = 0
+        self._num_tokens = 0
+        self._prompt = self._unused_prompt()
         self._num_accepted_drafts = self._num_refused_drafts = 0
         self._prompt_logprobs = self._unscored()
         if not begun:
             return None
-        length = len(self.request.prompt_token_ids)
         return RequestOutput(
-            request_id=self.request.request_id, num_prompt_tokens=length, restarted=True
+            request_id=self.request.request_id, prompt=self._prompt, restarted=True
         )
 
     def add_prompt_logprobs(self, start: int, logprobs: Sequence[TokenLogprobs]) -> None:
@@ -92,62 +98,52 @@ class Answer:
         """
         if output.token_id is None:
             return self.end(Ending("error", error=output.error, error_code=output.error_code))
-        self._num_cached_tokens = state.num_cached_tokens or 0
-        self._num_written_tokens = state.num_written_tokens
+        token_id, is_first = output.token_id, not self._num_tokens
+        if is_first:
+            self._prompt = state.prompt_use()
         if not self._max_tokens:  # nothing but the prompt was asked for
-            return replace(
-                self.end(Ending("length")),
-                num_disk_tokens=state.num_disk_tokens,
-                num_window_missed_tokens=state.num_window_missed_tokens,
-                started_at=self._begun,
-                hit_staleness=state.hit_staleness,
-                pooled=output.pooled,
-            )
-        token_id, first = output.token_id, not self._num_tokens
+            return self.end(Ending("length", pooled=output.pooled), started_at=self._begun)
         self._num_tokens += 1
         stop_id = token_id in self.request.params.stop_token_ids
         ended_by_token = stop_id or token_id in self._eos_token_ids
         text = self._detokenizer.push((token_id,), ended_by_token=ended_by_token)
-        finish_reason = self._finish_reason(ended_by_token)
-        if finish_reason is not None and self._detokenizer.stopped_by is None:
+        ending = GOES_ON
+        if ended_by_token or self._detokenizer.stopped_by is not None:
+            ending = Ending("stop", self._detokenizer.stopped_by or (token_id if stop_id else None))
+        elif self._num_tokens >= self._max_tokens:
+            ending = Ending("length")
+        if ending is not GOES_ON and self._detokenizer.stopped_by is None:
             text += self._detokenizer.finish()
         return RequestOutput(
             request_id=self.request.request_id,
             token_ids=(token_id,),
             text=text,
             logprobs=() if output.logprobs is None else (output.logprobs,),
-            prompt_logprobs=self._take_prompt_logprobs() if first else None,
-            num_prompt_tokens=len(self.request.prompt_token_ids),
-            num_cached_tokens=self._num_cached_tokens,
-            num_disk_tokens=state.num_disk_tokens,
-            num_written_tokens=self._num_written_tokens,
-            num_window_missed_tokens=state.num_window_missed_tokens,
+            prompt_logprobs=self._take_prompt_logprobs() if is_first else None,
+            prompt=self._prompt,
+            ending=ending,
             num_accepted_drafts=self._num_accepted_drafts,
             num_refused_drafts=self._num_refused_drafts,
-            started_at=self._begun if first else None,
-            finish_reason=finish_reason,
-            stop_reason=self._detokenizer.stopped_by or (token_id if stop_id else None),
+            started_at=self._begun if is_first else None,
             weight_version=weight_version,
-            hit_staleness=state.hit_staleness,
         )
 
-    def end(self, ending: Ending) -> RequestOutput:
-        """The last output of an answer that no token ended. After an error no text is added."""
-        if ending.num_cached_tokens is not None:
-            self._num_cached_tokens = ending.num_cached_tokens
+    def end(
+        self, ending: Ending, prompt: PromptUse | None = None, *, started_at: float | None = None
+    ) -> RequestOutput:
+        """The last output of an answer that no token ended. After an error no text is added.
+
+        `prompt` is of one that was rejected.
+        """
         return RequestOutput(
             request_id=self.request.request_id,
             text="" if ending.finish_reason == "error" else self._detokenizer.finish(),
             prompt_logprobs=None if self._max_tokens else self._take_prompt_logprobs(),
-            num_prompt_tokens=len(self.request.prompt_token_ids),
-            num_cached_tokens=self._num_cached_tokens,
-            num_written_tokens=self._num_written_tokens,
+            prompt=self._prompt if prompt is None else prompt,
+            ending=ending,
             num_accepted_drafts=self._num_accepted_drafts,
-            num_window_missed_tokens=ending.num_window_missed_tokens,
             num_refused_drafts=self._num_refused_drafts,
-            finish_reason=ending.finish_reason,
-            error=ending.error,
-            error_code=ending.error_code,
+            started_at=started_at,
         )
 
     def observe(self, output: RequestOutput, now: float, metrics: Metrics) -> None:
@@ -156,18 +152,18 @@ class Answer:
         if output.token_ids:
             metrics.generation_tokens += len(output.token_ids)
             if self._last_token_time is None:
-                metrics.prompt_tokens += output.num_prompt_tokens
+                metrics.prompt_tokens += output.prompt.num_tokens
                 metrics.time_to_first_token.observe(now - arrival)
                 self._first_token_time = now
             else:
                 metrics.inter_token_latency.observe(now - self._last_token_time)
             self._last_token_time = now
         elif output.ended_well:
-            metrics.prompt_tokens += output.num_prompt_tokens
-        if output.finish_reason is not None:
-            metrics.finished[output.finish_reason] += 1
+            metrics.prompt_tokens += output.prompt.num_tokens
+        if output.ending.finish_reason is not None:
+            metrics.finished[output.ending.finish_reason] += 1
             metrics.request_latency.observe(now - arrival)
-            metrics.request_prompt_tokens.observe(output.num_prompt_tokens)
+            metrics.request_prompt_tokens.observe(output.prompt.num_tokens)
             metrics.request_generation_tokens.observe(self._num_tokens)
             self._observe_phases(now, metrics)
 
@@ -179,10 +175,8 @@ class Answer:
         metrics.prefill_time.observe(self._first_token_time - self._begun)
         metrics.decode_time.observe(now - self._first_token_time)
 
-    def _finish_reason(self, ended_by_token: bool) -> FinishReason | None:
-        if ended_by_token or self._detokenizer.stopped_by is not None:
-            return "stop"
-        return "length" if self._num_tokens >= self._max_tokens else None
+    def _unused_prompt(self) -> PromptUse:
+        return PromptUse(num_tokens=len(self.request.prompt_token_ids))
 
     def _unscored(self) -> list[TokenLogprobs | None]:
         """Nothing for the first token, and for those before the first that is to be scored."""
@@ -255,11 +249,13 @@ class Answers:
             if output.finished:
                 del self._answers[output.request_id]
 
-    def end(self, request_id: str, ending: Ending) -> RequestOutput:
-        """The last output of a request, which is forgotten."""
+    def end(
+        self, request_id: str, ending: Ending, prompt: PromptUse | None = None
+    ) -> RequestOutput:
+        """The last output of a request, which is forgotten; as `Answer.end`."""
         answer = self._answers[request_id]
         try:
-            output = answer.end(ending)
+            output = answer.end(ending, prompt)
         except Exception as error:
             logger.exception("Request %s failed.", request_id)
             output = answer.end(failed(error))

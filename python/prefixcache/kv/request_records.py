@@ -41,8 +41,8 @@ class WholeAnswer:
         self.logprobs += [taken.logprob for taken in output.logprobs]
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = [one and one.logprob for one in output.prompt_logprobs]
-        self.staleness = max(self.staleness, output.hit_staleness)
-        self.finish = output.finish_reason
+        self.staleness = max(self.staleness, output.prompt.hit_staleness)
+        self.finish = output.ending.finish_reason
 
 
 @dataclass(slots=True)

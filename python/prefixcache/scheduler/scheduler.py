@@ -41,7 +41,7 @@ from prefixcache.scheduler.slots import Slots
 from prefixcache.scheduler.state import RequestProgress, RequestState
 from prefixcache.scheduler.step_time import StepTimeModel
 from prefixcache.text.grammar.answer_matcher import AnswerMatcher
-from prefixcache.types.request import Ending, Request
+from prefixcache.types.request import Ending, PromptUse, Request
 from prefixcache.types.step_plan import (
     NOTHING_SUPPRESSED,
     InFlightStep,
@@ -131,7 +131,7 @@ class Scheduler:
         self._states: dict[str, RequestState] = {}
         self._running: list[RequestState] = []
         self.steps_in_flight: deque[ScheduledStep] = deque()
-        self._rejected: list[tuple[str, Ending]] = []
+        self._rejected: list[tuple[str, Ending, PromptUse]] = []
         self._serials = itertools.count()
         self.num_preemptions = 0
 
@@ -311,7 +311,7 @@ class Scheduler:
         if self._step_times is not None:
             self._step_times.observe(plan, seconds)
 
-    def take_rejected(self) -> list[tuple[str, Ending]]:
+    def take_rejected(self) -> list[tuple[str, Ending, PromptUse]]:
         """The ids of requests that `schedule` gave up on since the last call, and why."""
         rejected, self._rejected = self._rejected, []
         return rejected
@@ -392,7 +392,8 @@ class Scheduler:
         """Ends a request that may not start; one that waits for blocks is woken once they are."""
         if result is AdmissionResult.WAITS_FOR_BLOCKS:
             return
-        self._rejected.append((state.request_id, _ending(state, result, self.limits)))
+        ending = _ending(state, result, self.limits)
+        self._rejected.append((state.request_id, ending, state.prompt_use()))
         del self._states[state.request_id]
         self.drafter.end(state)
         self.jobs.remove(state.request, waited=True)
@@ -431,12 +432,10 @@ def _make_queue(
 
 
 def _ending(state: RequestState, result: AdmissionResult, limits: Limits) -> Ending:
-    cached = state.num_cached_tokens or 0
     if result is AdmissionResult.BELOW_THRESHOLD:
-        missed = state.num_window_missed_tokens
-        return Ending("cache_threshold", cached, num_window_missed_tokens=missed)
+        return Ending("cache_threshold")
     error = limits.describe_lack(state.num_tokens)
-    return Ending("error", cached, error, "insufficient_kv_cache")
+    return Ending("error", error=error, error_code="insufficient_kv_cache")
 
 
 def _plan(chunks: Sequence[Chunk]) -> StepPlan:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from prefixcache.text.grammar.answer_matcher import AnswerMatcher
-from prefixcache.types.request import Request
+from prefixcache.types.request import PromptUse, Request
 from prefixcache.types.step_plan import (
     NOTHING_SUPPRESSED,
     PromptLogprobsInput,
@@ -187,12 +187,18 @@ class RequestState:
         new = min(upto, prompt) // block_size - self.num_published_tokens // block_size - duplicates
         self._num_written_tokens += max(0, new) * block_size
 
-    @property
-    def num_written_tokens(self) -> int:
-        """Of the prompt, those in blocks that this request was the first to publish."""
-        # Blocks that were lost to a preemption are written twice, and count once.
-        most = self.tokens.num_prompt_tokens - (self.num_cached_tokens or 0)
-        return min(self._num_written_tokens, most)
+    def prompt_use(self) -> PromptUse:
+        """What became of the prompt."""
+        prompt, cached = self.tokens.num_prompt_tokens, self.num_cached_tokens or 0
+        return PromptUse(
+            num_tokens=prompt,
+            num_cached_tokens=cached,
+            num_disk_tokens=self.num_disk_tokens,
+            # Blocks that were lost to a preemption are written twice, and count once.
+            num_written_tokens=min(self._num_written_tokens, prompt - cached),
+            num_window_missed_tokens=self.num_window_missed_tokens,
+            hit_staleness=self.hit_staleness,
+        )
 
     @property
     def next_token(self) -> int:

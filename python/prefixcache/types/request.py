@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -211,17 +212,42 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a request ends that no token ends; `error` says why it failed.
+    """How a request ended; `finish_reason` None as long as it goes on.
 
-    `num_cached_tokens` of its prompt were cached when it first started or was rejected; None where
-    the answer counts them itself. `num_window_missed_tokens` as in `RequestOutput`.
+    `stop_reason` is the stop string or token id that ended it, `error` why it failed. `error_code`
+    tells errors that are no failure of the engine: a cache that has become too small for the
+    request, a grammar that cannot be followed any further. `pooled` is what the request's
+    `pooling` asked for.
     """
 
-    finish_reason: FinishReason
-    num_cached_tokens: int | None = None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None = None
     error: str | None = None
     error_code: ErrorCode | None = None
+    pooled: npt.NDArray[np.float32] | None = field(default=None, compare=False)
+
+
+GOES_ON = Ending(None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptUse:
+    """What became of a prompt of `num_tokens` when its request first started or was rejected."""
+
+    num_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Of them came from the cache."""
+    num_disk_tokens: int = 0
+    """Of these came from a disk."""
+    num_written_tokens: int = 0
+    """Of them are in blocks that this request was the first to publish."""
     num_window_missed_tokens: int = 0
+    """Of them would have come from the cache but for blocks of sliding windows."""
+    hit_staleness: int = 0
+    """How many updates of the weights before the start the oldest hit was computed."""
+
+
+NO_USE = PromptUse()
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,24 +264,20 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RequestOutput:
     """What one step added to a request: tokens, their text, and the end if it is reached.
 
-    `text` is the new text alone and never holds half of a character. `stop_reason` is the stop
-    string or token id that ended the request. `prompt_logprobs` comes with the first token; its
-    first entry is None, since nothing precedes the first token. `num_cached_tokens` of the prompt
-    came from the cache, `num_disk_tokens` of these from a disk, `num_window_missed_tokens` would
-    have but for blocks of sliding windows, and `num_written_tokens` of it are in blocks that this
-    request was the first to publish. `num_accepted_drafts` tokens of the answer so far had been
-    guessed, and `num_refused_drafts` guesses were wrong.
-    `error_code` tells errors that are no failure of the engine: a cache that has become too small
-    for the request, a grammar that cannot be followed any further. `started_at`, in seconds of
-    `time.monotonic`, comes with the first output: when its first step was submitted. `restarted`
+    `text` is the new text alone and never holds half of a character. `prompt_logprobs` comes with
+    the first token; its first entry is None, since nothing precedes the first token. `prompt` is
+    one object for all outputs of an answer. `num_accepted_drafts` tokens of the answer so far had
+    been guessed, and `num_refused_drafts` guesses were wrong. `started_at`, in seconds of
+    `time.monotonic`, comes with the first token: when its first step was submitted. `restarted`
     says that the weights were replaced: all that came before is void, the answer begins again.
-    `weight_version` is that of the weights that the tokens came from, and `hit_staleness` how many
-    updates before the request's start the oldest of its hits was computed. `pooled` is what the
-    request's `pooling` asked for, in its last output.
+    `weight_version` is that of the weights that the tokens came from.
+
+    Nobody changes one: it is not frozen only because it is made for every token, and each field
+    of a frozen one costs as much as three of these.
     """
 
     request_id: str
@@ -263,29 +285,33 @@ class RequestOutput:
     text: str = ""
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_disk_tokens: int = 0
-    num_written_tokens: int = 0
-    num_window_missed_tokens: int = 0
+    prompt: PromptUse = NO_USE
+    ending: Ending = GOES_ON
     num_accepted_drafts: int = 0
     num_refused_drafts: int = 0
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
-    error: str | None = None
-    error_code: ErrorCode | None = None
     started_at: float | None = None
     restarted: bool = False
     weight_version: ShownVersion | None = None
-    hit_staleness: int = 0
-    pooled: npt.NDArray[np.float32] | None = field(default=None, compare=False)
+
+    # What both parts tell, by the names that callers of an `AsyncEngine` read.
+    num_prompt_tokens = property(attrgetter("prompt.num_tokens"))
+    num_cached_tokens = property(attrgetter("prompt.num_cached_tokens"))
+    num_disk_tokens = property(attrgetter("prompt.num_disk_tokens"))
+    num_written_tokens = property(attrgetter("prompt.num_written_tokens"))
+    num_window_missed_tokens = property(attrgetter("prompt.num_window_missed_tokens"))
+    hit_staleness = property(attrgetter("prompt.hit_staleness"))
+    finish_reason = property(attrgetter("ending.finish_reason"))
+    stop_reason = property(attrgetter("ending.stop_reason"))
+    error = property(attrgetter("ending.error"))
+    error_code = property(attrgetter("ending.error_code"))
+    pooled = property(attrgetter("ending.pooled"))
 
     @property
     def finished(self) -> bool:
         """Whether no further output follows."""
-        return self.finish_reason is not None
+        return self.ending.finish_reason is not None
 
     @property
     def ended_well(self) -> bool:
         """Whether the answer came to its end: it neither failed nor was cut off."""
-        return self.finish_reason in ("stop", "length")
+        return self.ending.finish_reason in ("stop", "length")

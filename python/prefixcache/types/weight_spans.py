@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 ShownVersion = int | str
 """What callers call weights: the tag of their update, or the count of updates."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WeightSpan:
     """Tokens `start` to before `end` of an answer came from the weights `version`."""
 
@@ -22,11 +22,10 @@ def extend_spans(spans: list[WeightSpan], version: ShownVersion | None, count: i
     """Adds `count` tokens at the end; None where nobody knows their version, which adds nothing."""
     if version is None or not count:
         return
-    last = spans[-1] if spans else WeightSpan(version, 0, 0)
-    if spans and last.version == version:
-        spans[-1] = replace(last, end=last.end + count)
-    else:
-        spans.append(WeightSpan(version, last.end, last.end + count))
+    end = spans[-1].end if spans else 0
+    if not spans or spans[-1].version != version:
+        spans.append(WeightSpan(version, end, end))
+    spans[-1].end = end + count
 
 
 def spans_as_json(spans: Sequence[WeightSpan]) -> list[dict[str, object]]:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from prefixcache.text.tokenization.tokenizer import Tokenizer
-from prefixcache.types.request import Request, RequestOutput, TokenLogprobs
+from prefixcache.types.request import Ending, Request, RequestOutput, TokenLogprobs
 from support.serving import MODEL, FakeEngine, client_of, events, fake_app, served_folder
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -155,7 +155,7 @@ async def test_a_choice_that_was_cut_off_is_not_the_best(tiny_checkpoint):
             request_id=request.request_id,
             token_ids=(3,) * len(scored),
             logprobs=scored,
-            finish_reason=reason,
+            ending=Ending(reason),
         )
 
     app = fake_app(FakeEngine(script), Tokenizer.from_folder(tiny_checkpoint()))

@@ -20,7 +20,7 @@ from prefixcache.server.http.workers import Workers
 from prefixcache.server.openai import responses
 from prefixcache.server.openai.response_store import ResponseStore, StoredResponse
 from prefixcache.text.tokenization.tokenizer import Tokenizer
-from prefixcache.types.request import Request, RequestOutput
+from prefixcache.types.request import Ending, Request, RequestOutput
 from prefixcache.types.retention_range import RetentionRange
 from support.serving import FakeEngine, client_of, fake_app, says, served_folder
 
@@ -623,9 +623,8 @@ async def test_anthropics_errors_have_their_types(tiny_checkpoint):
 async def test_a_stream_that_fails_ends_with_its_error(tiny_checkpoint, path):
     async def fails(request: Request) -> AsyncIterator[RequestOutput]:
         yield RequestOutput(request_id=request.request_id, token_ids=(3,), text="half")
-        yield RequestOutput(
-            request_id=request.request_id, finish_reason="error", error="out of order"
-        )
+        ending = Ending("error", error="out of order")
+        yield RequestOutput(request_id=request.request_id, ending=ending)
 
     engine = FakeEngine(fails)
     app = fake_app(engine, Tokenizer.from_folder(tiny_checkpoint()))

@@ -12,7 +12,7 @@ import pytest
 
 from prefixcache.exceptions import EngineDeadError
 from prefixcache.text.tokenization.tokenizer import Tokenizer
-from prefixcache.types.request import Request, RequestOutput
+from prefixcache.types.request import Ending, Request, RequestOutput
 from support.serving import FakeEngine, client_of, events, fake_app, says
 from support.tiny_models import EOS, train_tokenizer
 
@@ -26,7 +26,7 @@ def _output(request: Request, **fields: Any) -> RequestOutput:
 
 async def _breaks(request: Request) -> AsyncIterator[RequestOutput]:
     yield _output(request, token_ids=(3,), text="one ")
-    yield _output(request, finish_reason="error", error="the logits were not finite")
+    yield _output(request, ending=Ending("error", error="the logits were not finite"))
 
 
 async def _dies(request: Request) -> AsyncIterator[RequestOutput]:
@@ -69,7 +69,7 @@ async def test_a_failure_in_a_stream_is_an_event(tokenizer, path, script, report
 async def test_one_failing_choice_ends_the_others(tokenizer):
     async def script(request: Request) -> AsyncIterator[RequestOutput]:
         if request.request_id.endswith("-1"):
-            yield _output(request, finish_reason="error", error="broken")
+            yield _output(request, ending=Ending("error", error="broken"))
         await asyncio.sleep(3600)
 
     engine = FakeEngine(script)

@@ -19,7 +19,7 @@ from prefixcache.server.http.access import AccessRules
 from prefixcache.server.jobs import answers
 from prefixcache.server.options.limits import ServerLimits
 from prefixcache.text.tokenization.tokenizer import Tokenizer
-from prefixcache.types.request import Request, RequestOutput, TokenLogprobs
+from prefixcache.types.request import Ending, Request, RequestOutput, TokenLogprobs
 from support.serving import (
     MODEL,
     FakeEngine,
@@ -198,7 +198,7 @@ async def test_bodies_are_bounded_together_and_the_largest_unfinished_gives_way(
 
     async def held(request: Request) -> AsyncIterator[RequestOutput]:
         await waiting.wait()
-        yield RequestOutput(request_id=request.request_id, finish_reason="stop")
+        yield RequestOutput(request_id=request.request_id, ending=Ending("stop"))
 
     engine, bodies = FakeEngine(held), Bodies()
     app = fake_app(engine, tokenizer, limits=ServerLimits(body_bytes=30_000))
@@ -233,7 +233,7 @@ async def test_a_conversation_counts_as_a_part_of_the_body_that_goes_on_from_it(
 
     async def held(request: Request) -> AsyncIterator[RequestOutput]:
         await waiting.wait()
-        yield RequestOutput(request_id=request.request_id, finish_reason="stop")
+        yield RequestOutput(request_id=request.request_id, ending=Ending("stop"))
 
     engine = FakeEngine(held)
     app = fake_app(engine, tokenizer, limits=ServerLimits(body_bytes=30_000))
@@ -262,7 +262,7 @@ async def test_a_body_counts_no_more_once_it_is_a_request(tokenizer: Tokenizer) 
 
     async def held(request: Request) -> AsyncIterator[RequestOutput]:
         await waiting.wait()
-        yield RequestOutput(request_id=request.request_id, finish_reason="stop")
+        yield RequestOutput(request_id=request.request_id, ending=Ending("stop"))
 
     engine = FakeEngine(held)
     app = fake_app(engine, tokenizer, limits=ServerLimits(body_bytes=15_000))
@@ -325,7 +325,7 @@ async def test_log_probabilities_of_all_answers_are_bounded_and_the_largest_give
             has_come.set()
             await goes_on.wait()
         yield output(length, restarted=True)
-        yield output(1, finish_reason="length")
+        yield output(1, ending=Ending("length"))
 
     engine = FakeEngine(script)
     limits = ServerLimits(body_bytes=80 * 256)

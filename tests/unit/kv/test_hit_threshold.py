@@ -28,7 +28,7 @@ def refused(bench: Bench, name: str, prompt: list[int], threshold: float | None)
     rejected = bench.scheduler.take_rejected()
     if not rejected:
         return False
-    ((request_id, ending),) = rejected
+    ((request_id, ending, _),) = rejected
     assert (request_id, ending.finish_reason) == (name, "cache_threshold")
     assert bench.answers[name] == []
     assert bench.cache.num_free_blocks == bench.cache.num_blocks - 1
@@ -75,7 +75,7 @@ def test_a_refusal_says_how_many_tokens_were_cached() -> None:
     bench = warmed(16)
     bench.add("a", prompt_of(40), cache=CacheOptions(hit_threshold=0.45))
     bench.run()
-    assert [end.num_cached_tokens for _, end in bench.scheduler.take_rejected()] == [16]
+    assert [prompt.num_cached_tokens for *_, prompt in bench.scheduler.take_rejected()] == [16]
 
 
 @pytest.mark.parametrize("length", [1, 3, 4])
@@ -106,7 +106,9 @@ def test_without_reading_the_ratio_is_zero() -> None:
     bench = warmed(16)
     bench.add("a", prompt_of(16), cache=CacheOptions(read=False, hit_threshold=0.1))
     bench.run()
-    assert [end.finish_reason for _, end in bench.scheduler.take_rejected()] == ["cache_threshold"]
+    assert [end.finish_reason for _, end, _ in bench.scheduler.take_rejected()] == [
+        "cache_threshold"
+    ]
     off = Bench(enable_prefix_caching=False)
     assert refused(off, "a", prompt_of(16), 0.1)
 
@@ -116,7 +118,9 @@ def test_a_prompt_that_is_computed_for_its_log_probabilities_has_no_hits() -> No
     cache = CacheOptions(hit_threshold=0.5)
     bench.add("a", prompt_of(20), cache=cache, params={"prompt_logprobs": 1})
     bench.run()
-    assert [end.finish_reason for _, end in bench.scheduler.take_rejected()] == ["cache_threshold"]
+    assert [end.finish_reason for _, end, _ in bench.scheduler.take_rejected()] == [
+        "cache_threshold"
+    ]
     assert not refused(bench, "b", prompt_of(20), 0.5)
 
 
@@ -153,7 +157,9 @@ def preempted(first_max_tokens: int, threshold: float) -> Bench:
 @pytest.mark.parametrize("threshold", [0.3, 1.0])
 def test_a_preempted_request_whose_blocks_were_recycled_is_not_recomputed(threshold):
     bench = preempted(24, threshold)
-    assert [end.finish_reason for _, end in bench.scheduler.take_rejected()] == ["cache_threshold"]
+    assert [end.finish_reason for _, end, _ in bench.scheduler.take_rejected()] == [
+        "cache_threshold"
+    ]
     sent = bench.answers["second"]
     assert len(sent) == 9
     assert sent == answer_alone(PROMPT, 9)

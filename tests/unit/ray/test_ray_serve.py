@@ -39,7 +39,7 @@ from prefixcache.server.admin.model_dirs import ModelDirs
 from prefixcache.server.http.access import AccessRules
 from prefixcache.server.jobs.served_model import ServedModel
 from prefixcache.server.options.limits import ServerLimits
-from prefixcache.types.request import Request, RequestOutput
+from prefixcache.types.request import Ending, Request, RequestOutput
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.token_ids import as_token_ids
 from support.serving import client_of, wait_until
@@ -91,7 +91,7 @@ class Call:
 
 
 def _output(text: str, *, ends: bool = False) -> RequestOutput:
-    return RequestOutput(request_id="a", text=text, finish_reason="stop" if ends else None)
+    return RequestOutput(request_id="a", text=text, ending=Ending("stop" if ends else None))
 
 
 async def _answers(job: RoutedJob) -> AsyncGenerator[Chunk, None]:

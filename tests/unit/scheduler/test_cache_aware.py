@@ -286,7 +286,7 @@ def test_who_is_below_its_threshold_ends_and_delays_nobody() -> None:
     bench.add("picky", prompt_of(30, 50), cache=CacheOptions(hit_threshold=0.5))
     bench.add("hit", [*prompt_of(32, 1), 5], cache=CacheOptions(hit_threshold=0.5))
     assert starts(bench) == ["hit"]
-    assert [request_id for request_id, _ in bench.scheduler.take_rejected()] == ["picky"]
+    assert [request_id for request_id, *_ in bench.scheduler.take_rejected()] == ["picky"]
 
 
 def siege(max_queue_delay: float, *, steps: int = 60) -> list[str]:

@@ -248,7 +248,7 @@ def test_a_request_that_cannot_start_although_alone_ends_and_the_next_one_runs()
     bench.add("big", prompt_of(20), max_tokens=4)
     bench.add("small", prompt_of(8, 1), max_tokens=2)
     assert counts(bench.step()) == {"small": 8}
-    ((request_id, ending),) = bench.scheduler.take_rejected()
+    ((request_id, ending, _),) = bench.scheduler.take_rejected()
     assert request_id == "big"
     assert "3 blocks" in ending.error
 

@@ -117,7 +117,7 @@ def test_a_threshold_asks_for_what_the_windows_let_a_request_take() -> None:
     for name, threshold in (("above", 0.81), ("below", 0.8)):
         bench.add(name, prompt_of(24), cache=CacheOptions(hit_threshold=threshold))
     bench.run()
-    assert [request_id for request_id, _ in bench.scheduler.take_rejected()] == ["above"]
+    assert [request_id for request_id, *_ in bench.scheduler.take_rejected()] == ["above"]
 
 
 @pytest.mark.parametrize("groups", [("full",), HYBRID])

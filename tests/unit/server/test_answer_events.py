@@ -22,7 +22,7 @@ from prefixcache.server.jobs.job_maker import Job
 from prefixcache.server.jobs.logprobs import TextOffsets
 from prefixcache.server.openai.response_events import ResponseForm
 from prefixcache.text.chat.message import Message, MessageDelta, MessageParser, ToolCallDelta
-from prefixcache.types.request import Request, RequestOutput, TokenLogprobs
+from prefixcache.types.request import Ending, PromptUse, Request, RequestOutput, TokenLogprobs
 from prefixcache.types.sampling_params import SamplingParams
 
 NOTHING: Any = None
@@ -118,7 +118,7 @@ class Script:
 def test_a_call_that_a_stop_string_cuts_is_not_to_be_made(arguments: str, reason: str) -> None:
     call = MessageDelta(tool_calls=(ToolCallDelta(0, "c", "look", arguments),))
     choice = Choice(0, 3, lambda: Script([call]))
-    choice.add(RequestOutput(request_id="r", finish_reason="stop", stop_reason="city"))
+    choice.add(RequestOutput(request_id="r", ending=Ending("stop", "city")))
     assert choice.finish_reason == reason
     form = ResponseForm(mock.Mock(), {}, None, lambda _: None)
     (item,) = form.body(_job(reason), [choice])["output"]
@@ -139,7 +139,7 @@ def test_a_call_that_a_stop_string_cuts_is_not_to_be_made(arguments: str, reason
 def test_a_message_with_any_arguments_of_a_call_is_json(arguments: str, reported: Any) -> None:
     call = MessageDelta(tool_calls=(ToolCallDelta(0, "c", "look", arguments),))
     choice = Choice(0, 3, lambda: Script([call]))
-    choice.add(RequestOutput(request_id="r", finish_reason="stop"))
+    choice.add(RequestOutput(request_id="r", ending=Ending("stop")))
     (block,) = parse_json(
         json_text(MessageForm("req").body(_job("stop"), [choice])), max_numbers=99, max_others=99
     )["content"]
@@ -164,7 +164,7 @@ def _run(form: Any, deltas: list[MessageDelta], reason: str) -> tuple[list[Any],
     events = copy.deepcopy([*form.begin(job)])
     for number, _ in enumerate(deltas, 1):
         end = reason if number == len(deltas) else None
-        output = RequestOutput(request_id="r", token_ids=(5,), text="t", finish_reason=end)
+        output = RequestOutput(request_id="r", token_ids=(5,), text="t", ending=Ending(end))
         choice.add(output)
         events += [copy.deepcopy(event) for event in form.events(job, [choice], 0, output)]
     events += copy.deepcopy([*form.end(job, [choice])])
@@ -198,11 +198,11 @@ def test_tokens_of_all_choices_are_those_of_each(
         output = RequestOutput(
             request_id="r",
             token_ids=(5,) * num_tokens,
-            num_cached_tokens=cached,
-            num_written_tokens=written,
+            prompt=PromptUse(
+                num_cached_tokens=cached, num_written_tokens=written, hit_staleness=written
+            ),
             num_accepted_drafts=cached,
             num_refused_drafts=written,
-            hit_staleness=written,
             restarted=not restarts,
         )
         choices.add(place % len(choices), output)

@@ -15,7 +15,7 @@ from prefixcache.text.chat.calls import formats
 from prefixcache.text.chat.message import Message, MessageParser
 from prefixcache.text.chat.text_stream import TextStream
 from prefixcache.text.chat.tools import read_tool_use
-from prefixcache.types.request import RequestOutput
+from prefixcache.types.request import Ending, RequestOutput
 from support.chat_models import CLOCK, QUESTION, TOOLS, WEATHER, chat_format
 from support.repeatable import bounded
 
@@ -289,7 +289,7 @@ def test_an_answer_that_restarts_is_read_again():
     choice = Choice(0, 3, lambda: parser("qwen2"))
     choice.add(RequestOutput(request_id="a", text='<tool_call>{"name": "f", "argu', token_ids=(1,)))
     choice.add(RequestOutput(request_id="a", restarted=True))
-    choice.add(RequestOutput(request_id="a", text="Hello.", token_ids=(2,), finish_reason="stop"))
+    choice.add(RequestOutput(request_id="a", text="Hello.", token_ids=(2,), ending=Ending("stop")))
     assert (choice.message.content, choice.message.tool_calls) == ("Hello.", [])
     assert choice.finish_reason == "stop"
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from prefixcache.exceptions import InvalidRequestError, ModelLoadError
 from prefixcache.server.jobs.answers import Choice
 from prefixcache.text.chat.tools import read_tool_use
-from prefixcache.types.request import RequestOutput, TokenLogprobs
+from prefixcache.types.request import Ending, RequestOutput, TokenLogprobs
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.structured_output import StructuredOutput
 from support.chat_models import QUESTION, TOOLS, assistant, chat_format, tokenizer
@@ -158,7 +158,7 @@ def test_log_probabilities_are_those_of_what_is_said():
                 text=text,
                 token_ids=(token_id,),
                 logprobs=(scored,),
-                finish_reason="stop" if last else None,
+                ending=Ending("stop" if last else None),
             )
         )
         seen += [one.token_id for one in choice.content_logprobs]

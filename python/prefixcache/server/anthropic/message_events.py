@@ -146,7 +146,7 @@ def _object(arguments: str) -> dict[str, Any]:
 
 
 def _end(choice: Choice) -> dict[str, Any]:
-    by, reason = choice.last.stop_reason, choice.finish_reason or ""
+    by, reason = choice.last.ending.stop_reason, choice.finish_reason or ""
     if reason == "stop":
         by_text = isinstance(by, str)
         return {

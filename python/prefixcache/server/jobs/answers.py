@@ -23,8 +23,8 @@ from prefixcache.server.jobs.job_maker import Job, JobMaker
 from prefixcache.server.jobs.logprobs import TextOffsets
 from prefixcache.server.options.limits import MAX_UNREAD_OUTPUTS
 from prefixcache.text.chat.message import Message, MessageDelta, MessageParser
+from prefixcache.types.request import NO_USE, RequestOutput, TokenLogprobs
 from prefixcache.types.request import Request as EngineRequest
-from prefixcache.types.request import RequestOutput, TokenLogprobs
 from prefixcache.types.weight_spans import WeightSpan, extend_spans, spans_as_json
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,9 @@ class TokenCounts(NamedTuple):
     refused: int
     stale: int
     from_disk: int
+
+
+_NO_TOKENS = TokenCounts(0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
 @dataclass(slots=True)
@@ -93,31 +96,32 @@ class Choice:
         """What a choice shows, at its end, where `return_weight_versions` asks for it."""
         return {
             "weight_versions": spans_as_json(self.weight_versions),
-            "hit_staleness": self.first.hit_staleness,
+            "hit_staleness": self.first.prompt.hit_staleness,
         }
 
     @property
     def counts(self) -> TokenCounts:
         """Its part of the usage."""
-        first, last = self.first, self.last
+        prompt = self.first.prompt if self.is_first else NO_USE
         return TokenCounts(
-            self.num_prompt_tokens if self.is_first else 0,
-            self.num_tokens,
-            first.num_cached_tokens if self.is_first else 0,
-            first.num_written_tokens if self.is_first else 0,
-            self.num_reasoning_tokens,
-            last.num_accepted_drafts,
-            last.num_refused_drafts,
-            first.num_cached_tokens if self.is_first and first.hit_staleness else 0,
-            first.num_disk_tokens if self.is_first else 0,
+            prompt=self.num_prompt_tokens if self.is_first else 0,
+            completion=self.num_tokens,
+            cached=prompt.num_cached_tokens,
+            written=prompt.num_written_tokens,
+            reasoning=self.num_reasoning_tokens,
+            accepted=self.last.num_accepted_drafts,
+            refused=self.last.num_refused_drafts,
+            stale=prompt.num_cached_tokens if prompt.hit_staleness else 0,
+            from_disk=prompt.num_disk_tokens,
         )
 
     def add(self, output: RequestOutput) -> None:
         """Takes what a step added. Raises `ApiError` when the engine failed on it."""
         if output.restarted:
             self._restart()
-        if output.finish_reason == "error":
-            raise failed_answer(output.error, output.error_code)
+        ending = output.ending
+        if ending.finish_reason == "error":
+            raise failed_answer(ending.error, ending.error_code)
         if not self.num_tokens:
             self.first, self.first_token_at = output, time.monotonic()
         self.last = output
@@ -125,7 +129,7 @@ class Choice:
         extend_spans(self.weight_versions, output.weight_version, len(output.token_ids))
         if self.keeps_logprobs:
             self.logprobs.extend(output.logprobs)
-        self.finish_reason = output.finish_reason
+        self.finish_reason = ending.finish_reason
         if self.new_parser is None:
             self.text.append(output.text)
         else:
@@ -142,7 +146,7 @@ class Choice:
         if reasoned or parser.in_reasoning:
             self.num_reasoning_tokens += len(output.token_ids)
         calls = self.message.tool_calls
-        cut = isinstance(output.stop_reason, str)  # by a stop string, perhaps within a call
+        cut = isinstance(output.ending.stop_reason, str)  # by a stop string, perhaps within a call
         if calls and self.finish_reason == "stop" and not (cut and not calls[-1].is_whole):
             self.finish_reason = "tool_calls"
 
@@ -156,7 +160,7 @@ class Choice:
 
 
 class Choices(list[Choice]):
-    """The answers of a job, and their tokens together, which outputs that are added keep up."""
+    """The answers of a job."""
 
     def __init__(self, job: Job, *, keeps_logprobs: bool = True) -> None:
         n, new_parser = job.params.n, job.new_parser
@@ -170,14 +174,25 @@ class Choices(list[Choice]):
             )
             for index, request in enumerate(job.requests)
         )
-        self.counts = TokenCounts(*map(sum, zip(*(choice.counts for choice in self), strict=True)))
+        self._counts = _NO_TOKENS
+        self._counted = [_NO_TOKENS] * len(self)
+        self._changed = {*range(len(self))}
 
     def add(self, index: int, output: RequestOutput) -> None:
         """Adds an output to a choice. Raises `ApiError` when the engine failed on it."""
-        before = self[index].counts
+        self._changed.add(index)
         self[index].add(output)
-        parts = zip(self.counts, self[index].counts, before, strict=True)
-        self.counts = TokenCounts(*(total + now - was for total, now, was in parts))
+
+    @property
+    def counts(self) -> TokenCounts:
+        """Tokens of all choices; those of choices that changed since the last call are new."""
+        for index in self._changed:
+            now, before = self[index].counts, self._counted[index]
+            parts = zip(self._counts, now, before, strict=True)
+            self._counts = TokenCounts(*(total + new - old for total, new, old in parts))
+            self._counted[index] = now
+        self._changed.clear()
+        return self._counts
 
 
 class AnswerForm(Protocol):
@@ -313,6 +328,9 @@ async def gathered(maker: JobMaker, job: Job) -> Choices:
 def _add(job: Job, choices: Choices, index: int, output: RequestOutput) -> None:
     """Adds an output, and counts what is kept of it. Raises `ApiError`."""
     choice = choices[index]
+    if not (output.logprobs or output.prompt_logprobs or output.restarted or output.finished):
+        choices.add(index, output)
+        return
     before = _logprob_bytes(choice)
     choices.add(index, output)
     job.call.logprobs.add(_logprob_bytes(choice) - before)
@@ -323,7 +341,7 @@ def _logprob_bytes(choice: Choice) -> int:
 
     So does the JSON text of what was pooled.
     """
-    pooled = choice.last.pooled
+    pooled = choice.last.ending.pooled
     size = 0 if pooled is None else _NUMBER_BYTES * len(pooled)
     for kept in (choice.logprobs, choice.first.prompt_logprobs):
         if kept:
@@ -414,12 +432,12 @@ def _admission(request: EngineRequest, choice: Choice) -> Admitted | None:
     is_refused = choice.finish_reason == "cache_threshold" and not choice.num_tokens
     if not (choice.num_tokens or is_refused or choice.finish_reason == "length"):
         return None
-    first = choice.first
+    first, prompt = choice.first, choice.first.prompt
     return Admitted(
-        hit_tokens=first.num_cached_tokens,
-        disk_tokens=first.num_disk_tokens,
+        hit_tokens=prompt.num_cached_tokens,
+        disk_tokens=prompt.num_disk_tokens,
         started_at=first.started_at or request.arrival_time,
-        window_missed_tokens=first.num_window_missed_tokens,
+        window_missed_tokens=prompt.num_window_missed_tokens,
         reads=request.cache.read,
         num_unscored=request.params.num_unscored,
         is_refused=is_refused,

@@ -235,7 +235,7 @@ class ChatForm(ChunkForm):
             "message": _message(choice.message, with_reasoning=self._tells_reasoning),
             "logprobs": self._logprobs(choice.logprobs),
             "finish_reason": choice.finish_reason,
-            "stop_reason": choice.last.stop_reason,
+            "stop_reason": choice.last.ending.stop_reason,
         }
         if self._tells_ids:
             shown["token_ids"] = [*choice.token_ids]
@@ -252,7 +252,7 @@ class ChatForm(ChunkForm):
             "delta": delta,
             "logprobs": logprobs,
             "finish_reason": choice.finish_reason if ended else None,
-            "stop_reason": choice.last.stop_reason if ended else None,
+            "stop_reason": choice.last.ending.stop_reason if ended else None,
         }
         if self._tells_weights and ended and choice.finish_reason is not None:
             shown |= choice.shown_weights()

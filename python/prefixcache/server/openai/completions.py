@@ -203,7 +203,7 @@ class CompletionForm(ChunkForm):
             "text": text,
             "logprobs": self._logprobs(choice, tokens),
             "finish_reason": choice.finish_reason,
-            "stop_reason": choice.last.stop_reason,
+            "stop_reason": choice.last.ending.stop_reason,
         }
         if self._tells_ids:
             shown["prompt_token_ids"] = None if choice.started else job.prompts[index].tolist()

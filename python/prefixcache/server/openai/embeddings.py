@@ -58,8 +58,8 @@ def embeddings_router(maker: JobMaker) -> APIRouter:
         with fields_named({"prompt": "input"}):
             fields, prompts, _ = await read_parsed(request, maker.workers, _parse)
             job, choices = await run_pooled(maker, request, fields, prompts, Pooling(), "embd")
-        rows = [choice.last.pooled for choice in choices if choice.last.pooled is not None]
-        size = sum(map(len, rows))
+        ends = [choice.last.ending for choice in choices]
+        size = sum(len(end.pooled) for end in ends if end.pooled is not None)
         return json_response(await maker.workers.run(size, partial(_body, fields, job, choices)))
 
     return router
@@ -85,7 +85,7 @@ def _body(fields: EmbeddingRequest, job: Job, choices: Choices) -> bytes:
 
 def _embeddings(fields: EmbeddingRequest, choices: Choices) -> Iterator[dict[str, Any]]:
     for choice in choices:
-        row = choice.last.pooled
+        row = choice.last.ending.pooled
         if row is not None:
             shown = _shown(_cut(row, fields.dimensions), fields.encoding_format)
             yield {"object": "embedding", "index": choice.index, "embedding": shown}

@@ -162,5 +162,7 @@ def _prompt(query: str, document: str, instruction: str | None) -> str:
 
 
 def _probability(choice: Choice) -> float:
-    yes, no = map(float, choice.last.pooled if choice.last.pooled is not None else (0.0, 0.0))
+    yes, no = map(
+        float, choice.last.ending.pooled if choice.last.ending.pooled is not None else (0.0, 0.0)
+    )
     return 1 / (1 + math.exp(min(no - yes, 700.0)))

@@ -99,13 +99,14 @@ class EngineTarget:
             raise BenchmarkError(str(error)) from error
         except PrefixCacheError as error:
             raise RequestFailedError(str(error)) from error
-        if last is None or last.error is not None or not arrivals:
-            raise RequestFailedError(f"The engine gave no answer: {last and last.error}")
+        if last is None or not arrivals or last.ending.error is not None:
+            error = None if last is None else last.ending.error
+            raise RequestFailedError(f"The engine gave no answer: {error}")
         return RequestRecord(
             sent=sent,
             arrivals=tuple(arrivals),
             prompt_tokens=len(token_prompt),
-            cached_tokens=last.num_cached_tokens,
+            cached_tokens=last.prompt.num_cached_tokens,
             output_tokens=len(token_ids),
             output=tuple(token_ids),
         )

@@ -71,6 +71,7 @@ _LOST: dict[MissReason, str] = {
     "on_disk": "give the cache more memory or a faster disk: computing it was predicted sooner",
     "cleared": "the cache was reset: warm the prefix after a reset",
     "weights_changed": "the weights were replaced: warm the prefix after an update",
+    "different_text": "send the same text first, and what varies behind it",
     "another_salt": "send the same cache_salt for what may be shared",
     "window_lost": "keep more windows: a smaller --prefix-cache-retention-interval",
     "no_state": "give the cache more memory, or keep more states: "
@@ -107,11 +108,12 @@ class Finding:
         times = "1 request" if self.num_requests == 1 else f"{self.num_requests} requests"
         what = self.difference or f"{self.reason.replace('_', ' ')} from token {self.position}"
         return (
-            f"{self.tokens_recomputed} tokens computed again by {times}: {what}{self._named()}; "
+            f"{self.tokens_recomputed} tokens computed again by {times}: {what}{self.named()}; "
             f"{self.advice}"
         )
 
-    def _named(self) -> str:
+    def named(self) -> str:
+        """What differs, after a colon; empty where it is none of the known causes."""
         if self.offender is None:
             return ""
         at_top = self.position < _TOP and self.offender in ("date", "id")
@@ -162,6 +164,22 @@ def summarize(prompts: Sequence[RememberedPrompt], *, block_size: int) -> Summar
         since=prompts[0].time if prompts else None,
         findings=sorted(found.values(), key=lambda one: -one.tokens_recomputed),
     )
+
+
+def advice_for(prompt: RememberedPrompt, history: PromptHistory, *, block_size: int) -> str:
+    """What would have made more of a prompt hit whose miss is known; empty where nothing would.
+
+    Where an earlier prompt differs by text that can be named, as by a date, that too.
+    """
+    nearest = history.nearest(
+        prompt.token_ids, owner=prompt.owner, salt=prompt.salt, before=prompt.arrival
+    )
+    miss = None if nearest is None else _recomputed(prompt, nearest[0], block_size)
+    if miss is None or miss.tokens < block_size:
+        return "" if prompt.miss is None else _LOST.get(prompt.miss.reason, "")
+    finding = Finding(reason=miss.reason)
+    _describe(finding, miss)
+    return f"{finding.named()}: {finding.advice}".removeprefix(": ")
 
 
 class _Recomputed(NamedTuple):

@@ -19,6 +19,7 @@ from prefixcache.server.cache.kv_events import kv_events_router
 from prefixcache.server.cache.misses import misses_router
 from prefixcache.server.cache.probe import probe_router
 from prefixcache.server.dashboard.routes import dashboard_router
+from prefixcache.server.dashboard.samples import Samples
 from prefixcache.server.http.access import AccessCheck, AccessRules
 from prefixcache.server.http.errors import on_http_exception
 from prefixcache.server.http.tracing import Tracing
@@ -58,13 +59,14 @@ def create_app(
     tracing: Tracing | None = None,
     diagnostics: CacheDiagnostics | None = None,
     events: EventPublisher | None = None,
+    samples: Samples | None = None,
 ) -> FastAPI:
     """The application that serves `engine`; who made the engine shuts it down.
 
     `rules` say who may use it, `model_dirs` where new weights come from, `lifecycle` whether the
     server is about to end, `limits` what requests may take together, `tracing` where their
-    traces go, `diagnostics` remember why prompts missed, and `events` are published by somebody.
-    Administrators are shown the `flags`.
+    traces go, `diagnostics` remember why prompts missed, and `events` are published by somebody
+    and `samples` kept. Administrators are shown the `flags`.
     """
     maker = JobMaker(engine=engine, served=served, diagnostics=diagnostics)
     lifecycle = lifecycle or Lifecycle()
@@ -73,7 +75,7 @@ def create_app(
     app.include_router(misses_router(maker, responses))
     app.include_router(health_router(engine, served, flags or {}, events))
     app.include_router(kv_events_router(events, maker.workers))
-    app.include_router(dashboard_router(engine, maker, lifecycle))
+    app.include_router(dashboard_router(engine, maker, lifecycle, samples or Samples(engine)))
     app.include_router(admin_router(engine, model_dirs or ModelDirs()))
     app.include_router(weights_push_router(engine))
     guard(

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from prefixcache.config.model_config import GenerationDefaults
     from prefixcache.engine.async_engine import AsyncEngine
     from prefixcache.engine.build import BuiltEngine
+    from prefixcache.server.dashboard.samples import Samples
     from prefixcache.text.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
         from prefixcache.engine.async_engine import AsyncEngine
         from prefixcache.engine.build import build
         from prefixcache.server.app import create_app
+        from prefixcache.server.dashboard.samples import Samples
 
         built = build(config)
         events = stack.enter_context(
@@ -100,7 +102,7 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
             max_queue=options.max_queue or None,
             max_waiting_per_client=options.max_waiting_per_key,
         )
-        lifecycle = Lifecycle()
+        lifecycle, samples = Lifecycle(), Samples(engine)
         try:
             app = create_app(
                 engine,
@@ -113,13 +115,14 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
                 tracing=tracing,
                 diagnostics=_diagnostics(built, options),
                 events=events,
+                samples=samples,
             )
             _collect_what_is_new_alone()
             scheme = "http" if certificates is None else "https"
             address = f"{scheme}://{shown_address(options, listener)}"
             ready = partial(_announce, address, served, options, begun)
             notifier = Notifier(engine.loop_passes)
-            server = Server(app, options, lifecycle, ready, certificates, notifier)
+            server = Server(app, options, lifecycle, ready, certificates, notifier, samples)
             _run(server, listener, options)
         finally:
             gc.unfreeze()
@@ -282,6 +285,7 @@ class Server(uvicorn.Server):
         ready: Callable[[], None] = lambda: None,
         certificates: Certificates | None = None,
         notifier: Notifier | None = None,
+        samples: Samples | None = None,
     ) -> None:
         self._limits = ConnectionLimits(
             most=options.limit_concurrency,
@@ -290,7 +294,8 @@ class Server(uvicorn.Server):
         )
         super().__init__(server_config(app, options, self._limits))
         self._certificates = certificates
-        self._watching: asyncio.Task[None] | None = None
+        self._samples = samples
+        self._watching: list[asyncio.Task[None]] = []
         self._drain_seconds = options.drain_seconds
         self._lifecycle = lifecycle
         self._ready = ready
@@ -304,6 +309,8 @@ class Server(uvicorn.Server):
             await super().startup(sockets)
         else:
             self._speak_tls(self._certificates, sockets or [])
+        if self._samples is not None:
+            self._watching.append(asyncio.create_task(self._samples.keep()))
         self._ready()
         if self._notifier is not None:
             self._notifier.ready("requests are answered")
@@ -312,7 +319,7 @@ class Server(uvicorn.Server):
         loop, state = asyncio.get_running_loop(), self.server_state
 
         connect = partial(Connection, self.config, state, {}, limits=self._limits, _loop=loop)
-        self._watching = loop.create_task(certificates.watch())
+        self._watching.append(loop.create_task(certificates.watch()))
         self.servers: list[Any] = [
             TlsListener(sock, connect, certificates, self._limits, state.connections)
             for sock in sockets
@@ -334,8 +341,8 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Lets answers end, cuts those that take too long, and only then closes the listener."""
         await self._drain()
-        if self._watching is not None:
-            self._watching.cancel()
+        for task in self._watching:
+            task.cancel()
         await self._cut_answers()
         await self._close_connections()
         await super().shutdown(sockets)

@@ -226,6 +226,7 @@ def test_the_command_serves_until_it_is_stopped(tiny_checkpoint, host, caplog, m
             yield listener
 
     monkeypatch.setattr("prefixcache.server.serve.listening", watched)
+    monkeypatch.setattr("prefixcache.server.dashboard.samples._PERIOD", 0.1)
     answers: list[bytes] = []
     body = {"prompt": [5, 6, 7], "max_tokens": 300, "ignore_eos": True}
 
@@ -237,6 +238,7 @@ def test_the_command_serves_until_it_is_stopped(tiny_checkpoint, host, caplog, m
             answers.append(httpx.get(f"{address}/v1/models", timeout=240).content)
             answers.append(httpx.post(f"{address}/v1/completions", json=body, timeout=240).content)
             answers.append(_answer_to_the_larger_of_two_bodies(ports[0]))
+            wait_until(lambda: _has_history(address))
         finally:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -255,6 +257,13 @@ def test_the_command_serves_until_it_is_stopped(tiny_checkpoint, host, caplog, m
     ):
         assert expected in answer
     assert ("WITHOUT A KEY, EVERYBODY" in caplog.text) == (host == "0.0.0.0")
+
+
+def _has_history(address: str) -> bool:
+    """Whether a page that is opened now gets points of the time before."""
+    with httpx.stream("GET", f"{address}/dashboard/events", timeout=240) as answer:
+        hello = next(line for line in answer.iter_lines() if line.startswith("data: "))
+    return len(json.loads(hello.removeprefix("data: "))["points"]) > 0
 
 
 def _answer_to_the_larger_of_two_bodies(port: int) -> bytes:

@@ -97,6 +97,7 @@ def test_prefixes_that_prompts_share_and_misses_are_shown(
     assert prefix["tokens"] >= 32
     assert prefix["text"] is None if not keeps_text else prefix["text"][:20] == rule[:20]
     assert [miss["reason"] for miss in shown["misses"]][-1] == "never_seen"
+    assert shown["misses"][-1]["advice"].startswith("warm it with POST /prefix_cache/warm")
     assert keeps_text or rule[:20] not in json.dumps(shown)
 
 
@@ -125,7 +126,7 @@ def test_the_page_says_nothing_and_loads_nothing_from_elsewhere(address: str, pa
     page = httpx.get(f"{address}/{path}", timeout=240)
     texts = [page.text]
     links = set(re.findall(r'(?:src|href)="([^"#]+)"', page.text))
-    links -= {"chat", "dashboard", "docs", "openapi.json"}
+    links -= {"chat", "dashboard", "docs", "metrics", "openapi.json"}
     assert len(links) == 3
     for name in links:
         assert name.startswith("dashboard/assets/"), name

@@ -104,6 +104,7 @@ def test_what_clients_send_is_shown_as_text_alone(page: Page, address: str) -> N
         "hit_tokens": 0,
         "reason": HOSTILE,
         "detail": None,
+        "advice": HOSTILE,
     }
     event = {
         "type": "prefixes",
@@ -114,6 +115,7 @@ def test_what_clients_send_is_shown_as_text_alone(page: Page, address: str) -> N
     for one in (event, hello | {"most_points": 9}):
         page.run(f"{MODULE}.then((page) => page.tell({json.dumps(one)}))")
     assert page.run("document.querySelector('#prefixes q').textContent") == HOSTILE
+    assert page.run("document.querySelector('#misses .note').textContent") == HOSTILE
     assert page.run("document.querySelectorAll('main img, main script, td b').length") == 0
     assert page.run("document.title") == "prefixcache dashboard"
     refused = "try { document.body.innerHTML = '<b>'; 'taken' } catch (error) { error.name }"
@@ -136,7 +138,8 @@ def test_the_page_stays_as_small_as_it_was_however_long_it_is_open(page: Page) -
                 map: {free: [1, 0], cached: [1, 1], pinned: [0, 0], held: [0, 1], age: [0, -1]},
                 requests: Array.from({length: i % 5}, (_, n) => request(n))});
             page.tell({type: "prefixes", misses: [{request_id: `miss ${i}`, time: i, api: "chat",
-                    prompt_tokens: 1, hit_tokens: 0, reason: "never_seen", detail: null}],
+                    prompt_tokens: 1, hit_tokens: 0, reason: "never_seen", detail: null,
+                    advice: "warm it"}],
                 prefixes: [{id: `prefix ${i}`, depth: 0, tokens: 16, requests: 2, hits: 1,
                     last_use: i, salted: false, text: "text", children: []}]});
         }
@@ -175,14 +178,18 @@ def test_the_page_works_with_keys_names_its_parts_and_fits_a_phone(page: Page) -
     assert page.problems == []
 
 
-def test_charts_show_a_chosen_window_and_the_values_under_the_pointer(page: Page) -> None:
+def test_charts_show_a_chosen_window_and_the_values_under_the_pointer_or_the_last(
+    page: Page,
+) -> None:
     page.run("document.getElementById('forget').click()")
     points = [{"time": time, "hit_ratio": time / 1000} for time in range(0, 301, 10)]
     hello = {"type": "hello", "model": "m", "version": "0", "ages": [1], "points": points[:-1]}
+    hello["started"] = -3400
     script = """MODULE.then((page) => {
         page.tell(HELLO);
-        page.tell({type: "snapshot", point: POINT, memory: null, requests: [], cache: {},
-            map: {free: [1], cached: [0], pinned: [0], held: [0], age: [0]}});
+        const map = {free: [1], cached: [0], pinned: [0], held: [0], age: [0]};
+        const rest = {memory: null, requests: [], cache: {}, failed: 3, refused: 4, map};
+        for (const point of [POINT, {time: 310}]) page.tell({type: "snapshot", point, ...rest});
         const canvas = document.querySelector("#charts canvas");
         const shown = () => document.querySelector("#charts figcaption").textContent;
         const move = (kind, x) => {
@@ -190,7 +197,8 @@ def test_charts_show_a_chosen_window_and_the_values_under_the_pointer(page: Page
             Object.defineProperty(event, "offsetX", {value: x});
             canvas.dispatchEvent(event);
         };
-        const texts = [shown()];
+        const tiles = Array.from(document.querySelectorAll("#tiles dd"), (one) => one.textContent);
+        const texts = [shown(), ...tiles.filter((text) => /3, 4|h$/.test(text))];
         for (const seconds of [600, 60]) {
             document.querySelector(`.window [value="${seconds}"]`).click();
             move("pointermove", 56);
@@ -203,7 +211,8 @@ def test_charts_show_a_chosen_window_and_the_values_under_the_pointer(page: Page
         "HELLO", json.dumps(hello | {"most_points": 99})
     )
     shown = page.run(script.replace("POINT", json.dumps(points[-1])))
-    assert shown == ["cached 30.0 %", "cached 0.0 %", "cached 24.0 %", "cached 30.0 %"]
+    last = "cached 30.0 %"
+    assert shown == [last, "3, 4", "1.03 h", "cached 0.0 %", "cached 25.0 %", last]
 
 
 @pytest.mark.parametrize("dark", [False, True])

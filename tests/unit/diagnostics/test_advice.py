@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from prefixcache.diagnostics.advice import Finding, summarize
-from prefixcache.diagnostics.history import Miss, RememberedPrompt
+from prefixcache.diagnostics.advice import Finding, advice_for, summarize
+from prefixcache.diagnostics.history import Miss, MissReason, PromptHistory, RememberedPrompt
 from prefixcache.diagnostics.spans import PromptSource
 from prefixcache.text.tokenization.chat_template import ChatTemplate
 from prefixcache.types.token_ids import TokenIds, as_token_ids
@@ -155,6 +156,26 @@ def test_rewritten_history_and_prompts_without_text() -> None:
     assert (found.num_requests, found.offender) == (2, None)
     assert "the prompt differs at token" in str(found)
     assert "14:0" not in str(found)
+
+
+@pytest.mark.parametrize(
+    ("reason", "has_earlier", "advice"),
+    [
+        ("different_text", True, "a date or time in the first 200 tokens: move it after the"),
+        ("different_text", False, "send the same text first"),
+        ("evicted", False, "give the cache more memory"),
+        ("tail", False, ""),
+    ],
+)
+def test_a_miss_alone_has_its_advice(reason: MissReason, has_earlier: bool, advice: str) -> None:
+    history = PromptHistory(1 << 20)
+    if has_earlier:
+        history.remember(sent("It is 14:01:10. " + RULES))
+    prompt = replace(sent("It is 14:02:20. " + RULES, miss=Miss(0, reason)), arrival=1.0)
+    history.remember(prompt)
+    found = advice_for(prompt, history, block_size=BLOCK)
+    assert found.startswith(advice)
+    assert bool(found) == bool(advice)
 
 
 def test_no_prompts() -> None:

@@ -1,17 +1,54 @@
-"""The one loop that makes events for all pages."""
+"""The one loop that makes events for all pages, and what is kept without a page."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import time
+from collections.abc import Iterator
 from contextlib import aclosing
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+from unittest import mock
 
 import pytest
 
+from prefixcache.exceptions import EngineDeadError
+from prefixcache.server.dashboard import samples
 from prefixcache.server.dashboard.feed import Feed
+from prefixcache.server.dashboard.rates import POINT_FIELDS, Look
+from prefixcache.server.dashboard.samples import NUM_SAMPLES, Samples
 from support.serving import until
+
+if TYPE_CHECKING:
+    from prefixcache.engine.stats import PrefixCacheStats
+
+
+def looks(seconds: float) -> Iterator[Look]:
+    """A request every second, of 100 tokens, of which 40 hit; then none, and the engine dies."""
+    for number in (*range(NUM_SAMPLES + 5), NUM_SAMPLES + 4):
+        counts = {"queried_tokens": 100 * number, "hit_tokens": 40 * number}
+        rest = dict.fromkeys(("disk_cached_tokens", "evictions", "demotions", "hints_demoted"), 0)
+        stats = cast("PrefixCacheStats", SimpleNamespace(**counts, **rest))
+        yield Look(seconds * number, stats, 7 * number, [0, number], answered=number, running=2)
+    yield Look(seconds * (NUM_SAMPLES + 9), stats, 7 * number, [0, number], answered=number)
+    raise EngineDeadError("x")
+
+
+async def test_the_last_samples_are_kept_until_the_engine_dies(monkeypatch) -> None:
+    seen = looks(2.0)
+    monkeypatch.setattr(samples, "look_at", lambda _: next(seen))
+    monkeypatch.setattr(samples, "_PERIOD", 0.0)
+    kept = Samples(mock.Mock(**{"metrics.time_to_first_token.bounds": (1.0, 2.0)}))
+    assert kept.points() == []
+    await kept.keep()
+    points = kept.points()
+    assert len(points) == NUM_SAMPLES
+    assert all(tuple(point) == POINT_FIELDS for point in points)
+    expected = {"hit_ratio": 0.4, "ttft_p50": 1.5, "computed_tokens": 30, "disk_tokens": None}
+    expected |= {"generated_tokens": 3.5, "answered": 0.5, "failed": 0, "running": 2}
+    assert {name: points[-2][name] for name in expected} == expected
+    assert (points[-1]["hit_ratio"], points[-1]["answered"], points[-1]["running"]) == (None, 0, 0)
 
 
 class Source:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from prefixcache.diagnostics.advice import advice_for
 from prefixcache.diagnostics.history import PromptHistory, RememberedPrompt
 from prefixcache.diagnostics.hottest import HotPrefix, HotPrefixes
 from prefixcache.server.http.sse import named_event
@@ -32,6 +33,7 @@ class PromptsView:
         self._tokenizer = tokenizer
         self._prefixes = HotPrefixes()
         self._last: tuple[float, bytes] | None = None
+        self._advice: dict[tuple[float, str], str] = {}
 
     def take(self, block_size: int) -> Mapping[str, bytes]:
         """The event, made again every few seconds; a page that was opened since needs the last."""
@@ -47,8 +49,23 @@ class PromptsView:
         return {
             "type": "prefixes",
             "prefixes": [self._prefix(node, 0) for node in tree],
-            "misses": [_miss(prompt) for prompt in misses],
+            "misses": self._with_advice(misses, block_size),
         }
+
+    def _with_advice(
+        self, misses: Sequence[RememberedPrompt], block_size: int
+    ) -> list[dict[str, Any]]:
+        """Each in JSON. Advice takes comparing texts, and is made once for a miss."""
+        before, self._advice = self._advice, {}
+        shown = list[dict[str, Any]]()
+        for prompt in misses:
+            key = prompt.arrival, prompt.request_id
+            advice = before.get(key)
+            if advice is None:
+                advice = advice_for(prompt, self._history, block_size=block_size)
+            self._advice[key] = advice
+            shown.append(_miss(prompt) | {"advice": advice})
+        return shown
 
     def _prefix(self, node: HotPrefix, depth: int) -> dict[str, Any]:
         """In JSON. As deep as the tree, which has few nodes."""

@@ -2,28 +2,56 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from prefixcache.engine.async_engine import AsyncEngine
     from prefixcache.engine.stats import PrefixCacheStats
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Counts of an engine's life at `time`, in seconds of `time.monotonic`."""
+    """Counts of an engine's life at `time`, in seconds of `time.monotonic`.
+
+    Requests were `answered`, `failed` or `refused` since too many waited; `running` and `waiting`
+    are those of this moment.
+    """
 
     time: float
     stats: PrefixCacheStats
     generated_tokens: int
     ttft: Sequence[int]
+    answered: int = 0
+    failed: int = 0
+    refused: int = 0
+    running: int = 0
+    waiting: int = 0
+
+
+def look_at(engine: AsyncEngine) -> Look:
+    """The counts now. Raises `EngineDeadError`."""
+    metrics = engine.metrics
+    gauges = metrics.gauges()
+    return Look(
+        time.monotonic(),
+        engine.control.prefix_cache_stats(),
+        metrics.generation_tokens,
+        metrics.time_to_first_token.counts,
+        answered=metrics.finished["stop"] + metrics.finished["length"],
+        failed=metrics.finished["error"],
+        refused=metrics.queue_full_refusals + metrics.key_limit_refusals,
+        running=gauges.num_running,
+        waiting=gauges.num_waiting,
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What happened in a while: tokens and blocks a second, TTFT in seconds.
+    """What happened in a while: tokens, blocks and requests a second, TTFT in seconds.
 
     `hit_ratio` is the cached share of the prompts' tokens, 0 to 1: those of `memory_tokens` and of
     `disk_tokens`, if any ever came from a disk. None where there was nothing to tell of.
@@ -38,6 +66,18 @@ class Rates:
     generated_tokens: float
     evictions: float
     demotions: float
+    answered: float
+    failed: float
+    refused: float
+
+
+POINT_FIELDS = ("time", "running", "waiting", *(one.name for one in fields(Rates)))
+
+
+def point(before: Look, now: Look, ttft: Sequence[float]) -> dict[str, float | None]:
+    """The `POINT_FIELDS` of charts: `rates` at this time of day, in seconds of `time.time`."""
+    moment = {"time": time.time(), "running": now.running, "waiting": now.waiting}
+    return moment | asdict(rates(before, now, ttft))
 
 
 def rates(before: Look, now: Look, ttft: Sequence[float]) -> Rates:
@@ -60,6 +100,9 @@ def rates(before: Look, now: Look, ttft: Sequence[float]) -> Rates:
         generated_tokens=(now.generated_tokens - before.generated_tokens) / seconds,
         evictions=(stats.evictions - was.evictions) / seconds,
         demotions=demotions / seconds,
+        answered=(now.answered - before.answered) / seconds,
+        failed=(now.failed - before.failed) / seconds,
+        refused=(now.refused - before.refused) / seconds,
     )
 
 

@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import RedirectResponse, Response
 
 from prefixcache.server.dashboard.feed import Feed
+from prefixcache.server.dashboard.samples import Samples
 from prefixcache.server.dashboard.view import View
 from prefixcache.server.http.errors import ApiError
 from prefixcache.server.http.sse import EventStream
@@ -53,12 +54,14 @@ _HEADERS = {
 }
 
 
-def dashboard_router(engine: AsyncEngine, maker: JobMaker, lifecycle: Lifecycle) -> APIRouter:
-    """The endpoints, for one engine."""
+def dashboard_router(
+    engine: AsyncEngine, maker: JobMaker, lifecycle: Lifecycle, samples: Samples
+) -> APIRouter:
+    """The endpoints, for one engine of which somebody keeps `samples`."""
     router = APIRouter()
     diagnostics = maker.diagnostics
     history = None if diagnostics is None else diagnostics.history
-    view = View(engine, maker.served, history)
+    view = View(engine, maker.served, samples, history)
     feed = Feed(view.take, view.greet, lambda: lifecycle.stopping)
     for file in sorted(_FILES.iterdir()):
         if file.suffix in _MEDIA_TYPES:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixcache.server.dashboard.prompts import PromptsView
-from prefixcache.server.dashboard.rates import Look, rates
+from prefixcache.server.dashboard.rates import Look, look_at, point
+from prefixcache.server.dashboard.samples import NUM_SAMPLES, Samples
 from prefixcache.server.http.sse import named_event
 from prefixcache.server.options.version import VERSION
 
@@ -27,8 +27,8 @@ _STATES = ("free", "cached", "pinned", "held")
 _CELLS = 1024
 # Seconds since the last use that the map tells apart.
 _AGES = (1, 10, 60, 600, 3600)
-# What a page shows of the time before it was opened, as far as another was open: ten minutes.
-_POINTS = 600
+# A page gets the samples of the last ten minutes, and adds a point a second for as long.
+_MOST_POINTS = NUM_SAMPLES + 600
 # Two looks that are further apart are not compared: meanwhile no page was open.
 _LONGEST_GAP = 10
 _MOST_REQUESTS = 50
@@ -38,11 +38,16 @@ class View:
     """Reads one engine in parallel with its steps. One thread at a time calls `take`."""
 
     def __init__(
-        self, engine: AsyncEngine, served: ServedModel, history: PromptHistory | None = None
+        self,
+        engine: AsyncEngine,
+        served: ServedModel,
+        samples: Samples,
+        history: PromptHistory | None = None,
     ) -> None:
         self._engine = engine
         self._served = served
-        self._points: deque[dict[str, Any]] = deque(maxlen=_POINTS)
+        self._samples = samples
+        self._started = time.time()
         self._before: Look | None = None
         self._prompts = None if history is None else PromptsView(history, served.tokenizer)
 
@@ -53,9 +58,10 @@ class View:
                 "type": "hello",
                 "model": self._served.names[0],
                 "version": VERSION,
+                "started": self._started,
                 "ages": _AGES,
-                "most_points": _POINTS,
-                "points": list(self._points.copy()),
+                "most_points": _MOST_POINTS,
+                "points": self._samples.points(),
             }
         )
 
@@ -67,32 +73,24 @@ class View:
         return events
 
     def _snapshot(self) -> dict[str, Any]:
-        control = self._engine.control
-        stats = control.prefix_cache_stats()
+        control, now = self._engine.control, look_at(self._engine)
+        stats = now.stats
         return {
             "type": "snapshot",
-            "point": self._next_point(stats),
+            "point": self._next_point(now),
             "map": block_map(*control.block_map(_CELLS, _AGES)),
             "cache": _cache(stats),
+            "failed": now.failed,
+            "refused": now.refused,
             "memory": None if stats.memory is None else _memory(stats.memory),
             "requests": [asdict(one) for one in control.progress(_MOST_REQUESTS)],
         }
 
-    def _next_point(self, stats: PrefixCacheStats) -> dict[str, Any]:
-        metrics = self._engine.metrics
-        ttft = metrics.time_to_first_token
-        before = self._before
-        self._before = now = Look(time.monotonic(), stats, metrics.generation_tokens, ttft.counts)
-        gauges = metrics.gauges()
-        point: dict[str, Any] = {
-            "time": time.time(),
-            "running": gauges.num_running,
-            "waiting": gauges.num_waiting,
-        }
-        if before is not None and before.time < now.time <= before.time + _LONGEST_GAP:
-            point |= asdict(rates(before, now, ttft.bounds))
-        self._points.append(point)
-        return point
+    def _next_point(self, now: Look) -> dict[str, float | None]:
+        before, self._before = self._before, now
+        if before is None or not before.time < now.time <= before.time + _LONGEST_GAP:
+            return {"time": time.time(), "running": now.running, "waiting": now.waiting}
+        return point(before, now, self._engine.metrics.time_to_first_token.bounds)
 
 
 def block_map(states: npt.NDArray[np.uint32], ages: npt.NDArray[np.uint32]) -> dict[str, Any]:

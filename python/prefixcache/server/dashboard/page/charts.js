@@ -8,20 +8,21 @@ const CHARTS = [
   { title: "Hit ratio of prompt tokens", form: percent, most: 1, lines: [["hit_ratio", "cached"]] },
   { title: "Time to first token", form: seconds, lines: [["ttft_p50", "median"], ["ttft_p90", "90th percentile"]] },
   { title: "Prompt tokens a second", form: rate, lines: [["memory_tokens", "from memory"], ["computed_tokens", "computed"], ["disk_tokens", "from the disk", "if any"]] },
-  { title: "Evictions a second", form: rate, lines: [["evictions", "evicted"], ["demotions", "unpinned"]] },
   { title: "Generated tokens a second", form: rate, lines: [["generated_tokens", "generated"]] },
+  { title: "Ended requests a second", form: rate, lines: [["answered", "answered"], ["failed", "failed"], ["refused", "refused"]] },
   { title: "Requests", form: (value) => (value == null ? "none" : String(Math.round(10 * value) / 10)), lines: [["running", "running"], ["waiting", "waiting"]] },
+  { title: "Evictions a second", form: rate, lines: [["evictions", "evicted"], ["demotions", "unpinned"]] },
 ];
 const CLASSES = ["first", "second", "third"];
 const DASHES = [[], [5, 3], [1, 3]];
-const SPANS = [60, 120, 300, 600];
 const back = (time) => (time <= 60 ? `${time} s` : `${time / 60} min`);
 const MARGIN = { left: 56, bottom: 18, top: 8 };
 
 export class Charts {
   constructor() {
     this.points = [];
-    this.most = 600;
+    this.latest = {};
+    this.most = 720;
     this.window = 600;
     this.at = null;
     this.charts = CHARTS.map((chart, number) => this.#make(chart, number));
@@ -30,10 +31,17 @@ export class Charts {
   reset(points, most) {
     this.points = points;
     this.most = most;
+    for (const point of points) this.#note(point);
+  }
+
+  // The last value of each curve stays, whatever was last measured.
+  #note(point) {
+    for (const [field, value] of Object.entries(point)) if (value != null) this.latest[field] = value;
   }
 
   add(point) {
     this.points.push(point);
+    this.#note(point);
     if (this.points.length > this.most) this.points.splice(0, this.points.length - this.most);
     this.draw();
   }
@@ -72,17 +80,11 @@ export class Charts {
     const end = this.points.at(-1)?.time;
     this.at = null;
     if (x !== null && end !== undefined) {
-      const time = end - this.#span() * (1 - (x - MARGIN.left) / (width - MARGIN.left));
+      const time = end - this.window * (1 - (x - MARGIN.left) / (width - MARGIN.left));
       const near = (one, other) => (Math.abs(other.time - time) < Math.abs(one.time - time) ? other : one);
       this.at = this.points.reduce(near);
     }
     this.draw();
-  }
-
-  // The chosen time, or a shorter one that has all points.
-  #span() {
-    const known = this.points.at(-1).time - this.points[0].time;
-    return Math.min(this.window, SPANS.find((span) => span >= known) ?? this.window);
   }
 
   #draw(chart) {
@@ -90,11 +92,11 @@ export class Charts {
     if (!last) return;
     const word = (point, [field, name, ifAny]) => (ifAny && point[field] == null ? "" : `${name} ${chart.form(point[field])}`);
     const words = (point) => chart.lines.map((line) => word(point, line));
-    words(this.at ?? last).forEach((text, place) => show(chart.values[place], place && text ? `, ${text}` : text));
-    chart.canvas.setAttribute("aria-label", `${chart.title} of the last minutes; now ${words(last).filter(Boolean).join(", ")}`);
+    words(this.at ?? this.latest).forEach((text, place) => show(chart.values[place], place && text ? `, ${text}` : text));
+    chart.canvas.setAttribute("aria-label", `${chart.title} of the last minutes; now ${words(this.latest).filter(Boolean).join(", ")}`);
     const { context, width, height } = fit(chart.canvas);
     if (!width) return;
-    const span = this.#span();
+    const span = this.window;
     const visible = this.points.filter((point) => point.time >= last.time - span);
     const top = chart.most ?? this.#highest(chart, visible);
     const x = (time) => MARGIN.left + (1 - (last.time - time) / span) * (width - MARGIN.left - 2);

@@ -19,18 +19,22 @@ function fullness(map) {
   return used / (used + sum("free") || 1);
 }
 
-export function showTiles(cache, point, map) {
+// `latest` are the last known values of the charts.
+export function showTiles({ cache, map, failed, refused }, latest, uptime) {
   const state = cache.is_sleeping ? "asleep" : cache.is_paused ? "paused" : cache.enabled ? "serving" : "cache off";
   const saved = Math.min(cache.queried_tokens, cache.hit_tokens + cache.disk_cached_tokens);
   const tiles = [
     ["Engine", state, "What the engine does now"],
     ["Hit ratio", cache.recent_queries ? percent(cache.recent_hit_ratio) : "none", "Prompt tokens found in memory, of the last requests"],
     ["Tokens saved", count(saved), `Since the start, ${count(cache.disk_cached_tokens)} of them from a disk; ${count(cache.queried_tokens - saved)} were computed`],
-    ["TTFT, median", seconds(point.ttft_p50), "Time to first token since the last update"],
-    ["Running, waiting", `${count(point.running)}, ${count(point.waiting)}`, "Requests in the engine"],
+    ["TTFT, median", seconds(latest.ttft_p50), "Time to first token, when there was one last"],
+    ["Running, waiting", `${count(latest.running)}, ${count(latest.waiting)}`, "Requests in the engine"],
     ["Cache full", percent(fullness(map)), `Of ${count(cache.num_blocks)} blocks of ${cache.block_size} tokens`],
-    ["Evictions", rate(point.evictions), `${count(cache.evictions)} since the start`],
+    ["Failed, refused", `${count(failed)}, ${count(refused)}`, "Since the start: answers that ended in an error, and requests that came while too many waited"],
+    ["Output", rate(latest.generated_tokens), "Generated tokens"],
+    ["Evictions", rate(latest.evictions), `${count(cache.evictions)} since the start`],
     ["Preemptions", count(cache.preemptions), "Requests recomputed because blocks ran out, since the start"],
+    ["Uptime", seconds(uptime), "Since the server began to answer"],
   ];
   sync(byId("tiles"), tiles, {
     key: ([name]) => name,
@@ -142,10 +146,17 @@ export function showMisses(misses) {
   const newestFirst = [...misses].sort((one, other) => other.time - one.time);
   sync(byId("misses"), newestFirst, {
     key: (miss) => `${miss.time} ${miss.request_id}`,
-    create: () => cells("word", "id", "word", "count", "count", ""),
+    create: () => {
+      const row = cells("word", "id", "word", "count", "count", "");
+      row.lastElementChild.append(make("div"), make("div", "", "note"));
+      return row;
+    },
     fill: (row, miss) => {
       const tokens = [miss.hit_tokens, miss.prompt_tokens].map(count);
-      fillRow(row, [clock(miss.time), miss.request_id, miss.api, ...tokens, reason(miss)]);
+      fillRow(row, [clock(miss.time), miss.request_id, miss.api, ...tokens]);
+      const [why, advice] = row.lastElementChild.children;
+      show(why, reason(miss));
+      show(advice, miss.advice);
     },
   });
 }

@@ -9,6 +9,7 @@ import { byId, show } from "./text.js";
 const KEY = "prefixcache-admin-key";
 const charts = new Charts();
 const map = new BlockMap();
+let started = 0;
 
 function showView(isShown) {
   byId("view").hidden = !isShown;
@@ -20,13 +21,14 @@ const tellers = {
     showView(true);
     show(byId("model"), event.model);
     show(byId("version"), event.version);
+    started = event.started;
     map.setAges(event.ages);
     charts.reset(event.points, event.most_points);
   },
   snapshot(event) {
-    showTiles(event.cache, event.point, event.map);
-    map.update(event.map);
     charts.add(event.point);
+    showTiles(event, charts.latest, event.point.time - started);
+    map.update(event.map);
     showMemory(event.memory);
     showRequests(event.requests);
   },
@@ -59,6 +61,7 @@ const stream = new Stream("dashboard/events", { onEvent: tell, onState: setStatu
 
 function start(key) {
   byId("forget").hidden = !key;
+  byId("metrics").hidden = Boolean(key); // a link sends no key
   stream.start(key);
 }
 

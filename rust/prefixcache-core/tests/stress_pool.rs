@@ -180,13 +180,19 @@ impl<P: Tested<Reader: Sync>> World<P> {
                 .collect();
             (2..4).for_each(|i| drop(scope.spawn(move || self.probe(seed + i))));
             let start = Instant::now();
-            while start.elapsed() < duration {
+            let is_enough = || start.elapsed() >= duration && self.has_run();
+            while !is_enough() && !writers.iter().any(|writer| writer.is_finished()) {
                 std::thread::sleep(Duration::from_millis(20));
             }
             self.stop.store(true, Ordering::Relaxed);
             let ended = writers.into_iter().map(|writer| writer.join());
             ended.map(|pool| pool.expect("a writer failed")).collect()
         })
+    }
+
+    /// On a busy machine the time alone says nothing.
+    fn has_run(&self) -> bool {
+        [&self.rounds, &self.hits].iter().all(|count| count.load(Ordering::Relaxed) > 1000)
     }
 
     /// At rest nobody holds anything, and all is where it belongs.
@@ -200,7 +206,6 @@ impl<P: Tested<Reader: Sync>> World<P> {
             self.check(block, content, "at rest, a hit");
         }
         let (rounds, hits) = (&self.rounds, &self.hits);
-        assert!(rounds.load(Ordering::Relaxed) > 100 && hits.load(Ordering::Relaxed) > 100);
         println!(
             "{rounds:?} requests, {hits:?} hits, {} drops, {:?} slices of shrinks",
             pool.drops(),

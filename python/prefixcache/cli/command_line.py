@@ -119,19 +119,21 @@ class FlagCommand(click.Command):
         examples: Sequence[str] = (),
     ) -> None:
         self._run = run
-        found = dict[str, FlagOption]()
+        options = dict[str, FlagOption]()
         for kind in kinds:
-            for name, (owner, one) in leaves(kind).items():
-                if one.metadata and name not in without:
-                    found.setdefault(name, FlagOption(owner, one))
-        self._flags = found
+            for name, (owner, field) in leaves(kind).items():
+                if field.metadata and name not in without:
+                    options.setdefault(name, FlagOption(owner, field))
+        self._flags = options
         self.examples = examples
-        self._is_long = len(found) > _FEW
+        self._is_long = len(options) > _FEW
         config = click.Option(["--config"], metavar="<path>", help="YAML file with flags.")
-        params: list[click.Parameter] = [*arguments, *found.values(), config]
+        params: list[click.Parameter] = [*arguments, *options.values(), config]
         params += foreign
         name = run.__name__.replace("_", "-")
-        super().__init__(name, params=params, help=run.__doc__, epilog=_SOURCES if found else None)
+        super().__init__(
+            name, params=params, help=run.__doc__, epilog=_SOURCES if options else None
+        )
 
     def invoke(self, ctx: click.Context) -> None:
         """Runs the command.
@@ -288,16 +290,16 @@ class FlagOption(click.Option):
 
     name: str
 
-    def __init__(self, kind: type[Any], one: Field[Any]) -> None:
-        declared = one.metadata
-        hint = _hints(kind)[one.name]
+    def __init__(self, kind: type[Any], field: Field[Any]) -> None:
+        declared = field.metadata
+        hint = _hints(kind)[field.name]
         value_type = _value_type(hint)
-        names = [_dashed(name) for name in (one.name, *declared["aliases"])]
+        names = [_dashed(name) for name in (field.name, *declared["aliases"])]
         if value_type is bool:
             names = [f"{name}/--no-{name.removeprefix('--')}" for name in names]
-        default = declared["shown"] or _shown_default(one.default)
+        default = declared["shown"] or _shown_default(field.default)
         super().__init__(
-            [one.name, *names],
+            [field.name, *names],
             type=bool if value_type is bool else click.UNPROCESSED,
             default=None,
             multiple=get_origin(hint) is tuple,
@@ -310,7 +312,7 @@ class FlagOption(click.Option):
         self._other_variable: str = declared["variable"]
         self._is_listed: bool = declared["listed"]
         self._kind = kind
-        self._is_secret = not one.repr
+        self._is_secret = not field.repr
 
     def said(self, ctx: click.Context, file: Mapping[str, Place]) -> Place | None:
         """Where a value is said, and the value; None where none is. Raises `FieldError`."""
@@ -377,16 +379,16 @@ def _read_file(path: Path, flags: Mapping[str, FlagOption]) -> dict[str, Place]:
         raise FieldError("--config", f"takes a YAML file; {path} is none{where}.") from None
     if not isinstance(content, dict | None):
         raise FieldError("--config", f"takes flags and their values; {path} holds none.")
-    known = {_plain(name): one.name for one in flags.values() for name in one.opts}
-    found = dict[str, Place]()
+    names = {_plain(name): option.name for option in flags.values() for name in option.opts}
+    values = dict[str, Place]()
     for key, value in (content or {}).items():
         name = _plain(key)
-        if name not in known:
-            problem = f"is not a flag of this command{closest(name, known) or '.'}"
+        if name not in names:
+            problem = f"is not a flag of this command{closest(name, names) or '.'}"
             raise FieldError(f"{shown(key)} in {path}", problem)
         if value is not None:
-            found[known[name]] = (f"{key} in {path}", value)
-    return found
+            values[names[name]] = (f"{key} in {path}", value)
+    return values
 
 
 def _spread(args: Sequence[str], greedy: Collection[str]) -> list[str]:

@@ -38,7 +38,7 @@ def doctor(given: Given) -> None:
     It loads no model and asks no network. Of environment variables it shows the names alone.
     """
     options = given.make(DoctorOptions)
-    found = {
+    facts = {
         "machine": _machine(),
         "kernels": _kernels(),
         "packages": {name: _version(name) for name in _PACKAGES},
@@ -46,9 +46,9 @@ def doctor(given: Given) -> None:
         "settings": _settings(),
     }
     if options.json:
-        click.echo(json.dumps(found, indent=1))
+        click.echo(json.dumps(facts, indent=1))
         return
-    for heading, values in found.items():
+    for heading, values in facts.items():
         click.echo(f"{heading}:")
         for name, value in values.items():
             label = name.replace("_gib", " (GiB)")
@@ -90,9 +90,9 @@ def _extras(requirements: list[str]) -> dict[str, str]:
 
 def _extra(extra: str, names: list[str]) -> str:
     versions = {name: _version(name) for name in names}
-    if absent := [name for name, found in versions.items() if found is None]:
+    if absent := [name for name, version in versions.items() if version is None]:
         return f"missing {', '.join(absent)}: {how_to_install(extra)}"
-    return ", ".join(f"{name} {found}" for name, found in versions.items())
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
 def _settings() -> dict[str, str]:

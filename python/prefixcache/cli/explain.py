@@ -94,12 +94,12 @@ def _asked(options: ExplainOptions, body: bytes | None) -> dict[str, Any]:
 
 def _read_answer(options: ExplainOptions, response: httpx.Response) -> dict[str, Any]:
     try:
-        found = response.json()
+        content = response.json()
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        content = None
+    if not isinstance(content, dict):
         raise _unknown(options)
-    answer = cast("dict[str, Any]", found)
+    answer = cast("dict[str, Any]", content)
     if response.is_success:
         return answer
     error = answer.get("error")
@@ -124,7 +124,7 @@ def _advice(answer: Mapping[str, Any], options: ExplainOptions) -> list[str]:
     findings = answer["findings"]
     total = f"{answer['num_requests']} prompts remembered, {asked} tokens: {from_cache}"
     lines = [f"{total}, {answer['tokens_recomputed']} tokens computed again."]
-    lines += [f"{place}. {one['description']}" for place, one in enumerate(findings, 1)]
+    lines += [f"{place}. {finding['description']}" for place, finding in enumerate(findings, 1)]
     if not findings:
         lines.append("No avoidable recomputation found.")
     elif answer["num_findings"] > len(findings):

@@ -211,7 +211,7 @@ def _prompt_ids(built: BuiltEngine, options: GenerateOptions) -> TokenIds:
 def _sampling_params(options: GenerateOptions, defaults: dict[str, Any]) -> SamplingParams:
     from prefixcache.types.sampling_params import SamplingParams
 
-    names = {one.name for one in fields(SamplingParams)}
+    names = {field.name for field in fields(SamplingParams)}
     given = {name: value for name, value in asdict(options).items() if name in names}
     chosen = {name: value for name, value in given.items() if value is not None}
     try:

@@ -41,11 +41,11 @@ def models(given: Given) -> None:
     the hub's cache. Any other folder, GGUF file or hub id can be served too.
     """
     options = given.make(ModelsOptions)
-    found = [*_aliases(), *_converted(), *_of_the_hub()]
+    listed = [*_aliases(), *_converted(), *_of_the_hub()]
     if options.json:
-        click.echo(json.dumps([asdict(one) for one in found], indent=1))
+        click.echo(json.dumps([asdict(model) for model in listed], indent=1))
         return
-    rows = [("MODEL", "FROM", "SIZE", "FOLDER"), *map(_row, found)]
+    rows = [("MODEL", "FROM", "SIZE", "FOLDER"), *map(_row, listed)]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     for *columns, folder in rows:
         padded = (text.ljust(width) for text, width in zip(columns, widths, strict=True))
@@ -89,9 +89,11 @@ def _of_the_hub() -> Iterator[KnownModel]:
         repos = scan_cache_dir().repos
     except CacheNotFound:
         return
-    for repo in sorted(repos, key=lambda one: one.repo_id):
-        snapshots = [one.snapshot_path for one in repo.revisions]
-        if repo.repo_type == "model" and any((one / "config.json").is_file() for one in snapshots):
+    for repo in sorted(repos, key=lambda repo: repo.repo_id):
+        snapshots = [path.snapshot_path for path in repo.revisions]
+        if repo.repo_type == "model" and any(
+            (path / "config.json").is_file() for path in snapshots
+        ):
             folder = str(repo.repo_path)
             yield KnownModel(name=repo.repo_id, source="hub", size=repo.size_on_disk, folder=folder)
 

@@ -77,10 +77,10 @@ def _all_cells(options: ReplayOptions, model: TtftModel | None) -> list[tuple[Se
     if options.compare is None:
         return cells
     both = [cells, _cells(compared(options), model)]
-    if any(len(one) != 1 for one in both):
+    if any(len(axis) != 1 for axis in both):
         problem = "sets two caches side by side: --sizes and --eviction-policy take one value each."
         raise FieldError("compare", problem)
-    return [cell for one in both for cell in one]
+    return [cell for axis in both for cell in axis]
 
 
 def _cells(options: ReplayOptions, model: TtftModel | None) -> list[tuple[Setting, Size]]:

@@ -52,9 +52,9 @@ def rerun(given: Given) -> None:
     from prefixcache.engine.build import build
 
     same = 0
-    for one, outcome in _outcomes(build(config), about, chosen):
+    for record, outcome in _outcomes(build(config), about, chosen):
         same += outcome.startswith("same")
-        click.echo(f"{one['id']}: {outcome}")
+        click.echo(f"{record['id']}: {outcome}")
     click.echo(f"{same} of {len(chosen)} are the same.")
     sys.exit(same < len(chosen))
 
@@ -71,13 +71,15 @@ def _read(path: Path) -> tuple[_Record, list[dict[str, Any]]]:
 def _chosen(records: Sequence[_Record], ids: Sequence[str]) -> list[_Record]:
     """Raises `FieldError` for an id that no request has."""
     for wanted in ids:
-        if not any(_is_of(one, wanted) for one in records):
+        if not any(_is_of(record, wanted) for record in records):
             raise FieldError("ID", f"{shown(wanted)} is not in the record.")
-    return [one for one in records if not ids or any(_is_of(one, wanted) for wanted in ids)]
+    return [
+        record for record in records if not ids or any(_is_of(record, wanted) for wanted in ids)
+    ]
 
 
-def _is_of(one: _Record, wanted: str) -> bool:
-    return one["id"] == wanted or one["id"].startswith(f"{wanted}-")
+def _is_of(record: _Record, wanted: str) -> bool:
+    return record["id"] == wanted or record["id"].startswith(f"{wanted}-")
 
 
 def _check_instructions(name: str | None) -> None:
@@ -94,8 +96,8 @@ def _outcomes(
 ) -> Iterator[tuple[_Record, str]]:
     """What came of each request: "same ...", "differs: ..." or "cannot be rerun: ..."."""
     answers = [
-        _why_not(built, about, one) or _add(built, one, str(place))
-        for place, one in enumerate(records)
+        _why_not(built, about, record) or _add(built, record, str(place))
+        for place, record in enumerate(records)
     ]
     while built.engine.has_unfinished():
         for output in built.engine.step():
@@ -104,30 +106,30 @@ def _outcomes(
             answer.push(output)
     is_other = about["program"] != built.arithmetic["program"]
     hint = "; another build of prefixcache made the record" if is_other else ""
-    for one, answer in zip(records, answers, strict=True):
+    for record, answer in zip(records, answers, strict=True):
         if isinstance(answer, str):
-            yield one, f"cannot be rerun: {answer}"
-        elif (difference := _difference(one, answer)) is not None:
-            yield one, f"differs: {difference}{hint}"
+            yield record, f"cannot be rerun: {answer}"
+        elif (difference := _difference(record, answer)) is not None:
+            yield record, f"differs: {difference}{hint}"
         else:
-            num_tokens, num_scores = len(one["tokens"]), len(one["logprobs"])
-            yield one, f"same, {num_tokens} tokens, {num_scores} log probabilities"
+            num_tokens, num_scores = len(record["tokens"]), len(record["logprobs"])
+            yield record, f"same, {num_tokens} tokens, {num_scores} log probabilities"
 
 
-def _why_not(built: BuiltEngine, about: _Record, one: _Record) -> str | None:
+def _why_not(built: BuiltEngine, about: _Record, record: _Record) -> str | None:
     """Why the answer is no function of the request, the weights and the arithmetic of now."""
     for name, now in built.arithmetic.items():
         if name != "program" and about.get(name) != now:
             return f"its {name} was {about.get(name)}, and is {now} here"
-    name, here = str(one["weights"]), built.engine.control.weights_name
+    name, here = str(record["weights"]), built.engine.control.weights_name
     if not built.batch_invariant:
         return "its bits depended on what else was computed at the time (batch_invariant is off)"
-    if one["mixed"]:
+    if record["mixed"]:
         return "its weights were replaced while it was computed"
-    if one["staleness"]:
+    if record["staleness"]:
         return "it hit what older weights had computed"
-    if one["params"]["max_tokens"] != 0 and not (one["tokens"] or one["prompt_logprobs"]):
-        return f"it ended before its first token ({one['finish']})"
+    if record["params"]["max_tokens"] != 0 and not (record["tokens"] or record["prompt_logprobs"]):
+        return f"it ended before its first token ({record['finish']})"
     if name != here:
         if "blake3:" not in name:
             return f"only {name!r} names its weights, and no digest"
@@ -135,32 +137,32 @@ def _why_not(built: BuiltEngine, about: _Record, one: _Record) -> str | None:
     return None
 
 
-def _add(built: BuiltEngine, one: _Record, request_id: str) -> WholeAnswer | str:
+def _add(built: BuiltEngine, record: _Record, request_id: str) -> WholeAnswer | str:
     """Asks a request again, for as many tokens as it had; its answer, or why there is none."""
     from prefixcache.kv.request_records import PARAMS, WholeAnswer
     from prefixcache.types.request import Request
 
-    params, count = PARAMS.validate_python(one["params"]), len(one["tokens"])
+    params, count = PARAMS.validate_python(record["params"]), len(record["tokens"])
     params = replace(params, max_tokens=count, min_tokens=min(params.min_tokens, count))
     try:
         built.engine.add_request(
-            Request(request_id=request_id, prompt_token_ids=one["prompt"], params=params)
+            Request(request_id=request_id, prompt_token_ids=record["prompt"], params=params)
         )
     except InvalidRequestError as error:
         return str(error)
     return WholeAnswer()
 
 
-def _difference(one: _Record, again: WholeAnswer) -> str | None:
+def _difference(record: _Record, again: WholeAnswer) -> str | None:
     """The first one, in words."""
     kinds = {"token": "tokens", "log probability": "logprobs", "prompt's": "prompt_logprobs"}
     for kind, name in kinds.items():
-        was, now = one[name] or [], getattr(again, name) or []
+        was, now = record[name] or [], getattr(again, name) or []
         for place, pair in enumerate(zip(was, now, strict=False)):
             if repr(pair[0]) != repr(pair[1]):  # tells -0.0 from 0.0, and NaN from nothing
                 return f"{kind} {place} is {pair[1]}, and was {pair[0]}"
         if len(was) != len(now):
             return f"{len(now)} {name}, and there were {len(was)}"
-    if one["finish"] in ("stop", "length") and one["finish"] != again.finish:
-        return f"it ended by {again.finish}, and had by {one['finish']}"
+    if record["finish"] in ("stop", "length") and record["finish"] != again.finish:
+        return f"it ended by {again.finish}, and had by {record['finish']}"
     return None

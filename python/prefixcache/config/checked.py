@@ -55,7 +55,7 @@ class Checked:
 
     def __post_init__(self) -> None:
         kind: type[Any] = type(self)
-        secrets = {one.name for one in fields(kind) if not one.repr}
+        secrets = {field.name for field in fields(kind) if not field.repr}
         for name, adapter in adapters(kind).items():
             value = check(adapter, name, getattr(self, name), secret=name in secrets)
             object.__setattr__(self, name, value)
@@ -69,7 +69,7 @@ class Checked:
 def adapters(kind: type[Any]) -> dict[str, TypeAdapter[Any]]:
     """What checks each field of a dataclass, but not its parts: those check themselves."""
     hints = get_type_hints(kind, include_extras=True)
-    names = [one.name for one in fields(kind)]
+    names = [field.name for field in fields(kind)]
     return {name: adapter(hints[name]) for name in names if not is_dataclass(hints[name])}
 
 

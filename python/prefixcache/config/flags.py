@@ -66,14 +66,16 @@ def leaves(kind: type[Any]) -> dict[str, tuple[type[Any], Field[Any]]]:
 
     Of fields with one name the first counts.
     """
-    found: dict[str, tuple[type[Any], Field[Any]]] = {}
-    for one in fields(kind):
-        part = one.default_factory
+    fields_by_name: dict[str, tuple[type[Any], Field[Any]]] = {}
+    for member in fields(kind):
+        part = member.default_factory
         if isinstance(part, type) and is_dataclass(part):
-            found |= {name: leaf for name, leaf in leaves(part).items() if name not in found}
+            fields_by_name |= {
+                name: leaf for name, leaf in leaves(part).items() if name not in fields_by_name
+            }
         else:
-            found.setdefault(one.name, (kind, one))
-    return found
+            fields_by_name.setdefault(member.name, (kind, member))
+    return fields_by_name
 
 
 def build(kind: type[T], given: Mapping[str, Any]) -> T:
@@ -82,24 +84,24 @@ def build(kind: type[T], given: Mapping[str, Any]) -> T:
     Raises `FieldError` for a wrong value.
     """
     values = dict[str, Any]()
-    for one in fields(kind):  # pyright: ignore[reportArgumentType]
-        part = one.default_factory
-        if one.name in given:
-            values[one.name] = given[one.name]
+    for member in fields(kind):  # pyright: ignore[reportArgumentType]
+        part = member.default_factory
+        if member.name in given:
+            values[member.name] = given[member.name]
         elif isinstance(part, type) and is_dataclass(part):
-            values[one.name] = build(part, given)
+            values[member.name] = build(part, given)
     return kind(**values)
 
 
 def shown_values(options: Any) -> dict[str, Any]:
     """The values of a dataclass and of its parts; of secret ones whether there are any."""
     shown: dict[str, Any] = {}
-    for one in fields(options):
-        value = getattr(options, one.name)
+    for member in fields(options):
+        value = getattr(options, member.name)
         if is_dataclass(value):
             shown |= shown_values(value)
         else:
-            shown[one.name] = value if one.repr else bool(value)
+            shown[member.name] = value if member.repr else bool(value)
     return shown
 
 
@@ -109,15 +111,15 @@ def named(kind: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
     Raises `ConfigError` for an unknown name, with the closest known one.
     """
     names = dict[str, str]()
-    for name, (_, one) in leaves(kind).items():
-        names |= dict.fromkeys((name, *one.metadata.get("aliases", ())), name)
+    for name, (_, member) in leaves(kind).items():
+        names |= dict.fromkeys((name, *member.metadata.get("aliases", ())), name)
     for name in given:
         if name not in names:
             raise ConfigError(f"Unknown flag {name}{closest(name, names) or '.'}")
     return {names[name]: value for name, value in given.items() if value is not None}
 
 
-def closest(name: str, known: Mapping[str, Any]) -> str:
+def closest(name: str, names: Mapping[str, Any]) -> str:
     """The end of an error about an unknown name: what may have been meant."""
-    found = get_close_matches(name, known, n=1)
-    return f"; did you mean {found[0]}?" if found else ""
+    matches = get_close_matches(name, names, n=1)
+    return f"; did you mean {matches[0]}?" if matches else ""

@@ -337,7 +337,7 @@ class ModelConfig(Checked):
         if layer < first:
             return layer
         window = self.window_of(layer)
-        return max(one for one in range(first) if self.window_of(one) == window)
+        return max(layer for layer in range(first) if self.window_of(layer) == window)
 
     def for_length(self, max_model_len: int) -> ModelConfig:
         """The model that serves sequences of up to this many tokens.
@@ -467,7 +467,7 @@ def _with_active_windows(config: ModelConfig, said: int | None) -> ModelConfig:
             f"sliding_window in the model's config must be at most the context of {context} tokens "
             f"(max_position_embeddings), got {said}."
         )
-    window = max(one or 0 for one in config.layer_windows)
+    window = max(window or 0 for window in config.layer_windows)
     if window < context or config.local_rope is not None:
         return config
     return replace(config, layer_windows=())

@@ -77,12 +77,12 @@ class PrivateFolder:
         for name in os.listdir(self.descriptor):
             if name.endswith(self.suffixes):
                 try:
-                    found = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
+                    status = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
                 except FileNotFoundError:  # Removed meanwhile.
                     continue
-                if stat.S_ISREG(found.st_mode):
-                    size = found.st_blocks * STAT_BLOCK
-                    infos.append(FileInfo(name, size, found.st_mtime))
+                if stat.S_ISREG(status.st_mode):
+                    size = status.st_blocks * STAT_BLOCK
+                    infos.append(FileInfo(name, size, status.st_mtime))
         return sorted(infos, key=lambda info: -info.last_used)
 
     def survey(self, *, reads: bool) -> Iterator[tuple[FileInfo, FileState]]:
@@ -110,10 +110,10 @@ class PrivateFolder:
         """The descriptor of a file of the user's own."""
         descriptor = os.open(name, _OPEN | flags, 0o600, dir_fd=self.descriptor)
         try:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode):
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
                 raise NotUsableError(f"{name} is no file")
-            check_owner(found, name)
+            check_owner(status, name)
         except BaseException:
             os.close(descriptor)
             raise
@@ -145,10 +145,10 @@ class PrivateFolder:
         return True
 
 
-def check_owner(found: os.stat_result, what: str) -> None:
+def check_owner(status: os.stat_result, what: str) -> None:
     """Raises `NotUsableError` unless it is the user's own, and nobody else may open it."""
-    if found.st_uid != os.geteuid():
+    if status.st_uid != os.geteuid():
         raise NotUsableError(f"{what} belongs to another user")
-    if found.st_mode & 0o077:
-        mode = stat.S_IMODE(found.st_mode)
+    if status.st_mode & 0o077:
+        mode = stat.S_IMODE(status.st_mode)
         raise NotUsableError(f"{what} can be opened by other users (mode {mode:04o})")

@@ -261,14 +261,14 @@ def without_vllm_flags(given: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises `FieldError` for a flag that asks for what is not done.
     """
-    known = {one.names[0]: one for one in vllm_flags()}
+    flags = {flag.names[0]: flag for flag in vllm_flags()}
     own = dict[str, Any]()
     for name, value in given.items():
         option = f"--{name.replace('_', '-')}"
-        if option not in known:
+        if option not in flags:
             own[name] = value
-        elif value is False and not known[option].takes_value:
+        elif value is False and not flags[option].takes_value:
             option = f"--no-{option[2:]}"
-        if option in known and value is not None:
-            known[option].check(name, value)
+        if option in flags and value is not None:
+            flags[option].check(name, value)
     return own

@@ -149,10 +149,10 @@ def summarize(prompts: Sequence[RememberedPrompt], *, block_size: int) -> Summar
 
     Takes time that grows with the prompts' tokens, about a second for ten million.
     """
-    found: dict[object, Finding] = {}
+    findings: dict[object, Finding] = {}
     for miss in _recomputed_all(prompts, block_size):
         key = _key(miss)
-        finding = found.setdefault(key, Finding(reason=miss.reason))
+        finding = findings.setdefault(key, Finding(reason=miss.reason))
         finding.num_requests += 1
         finding.tokens_recomputed += miss.tokens
         _describe(finding, miss)
@@ -162,7 +162,7 @@ def summarize(prompts: Sequence[RememberedPrompt], *, block_size: int) -> Summar
         cached_tokens=sum(prompt.cached_tokens for prompt in prompts),
         disk_cached_tokens=sum(prompt.disk_cached_tokens for prompt in prompts),
         since=prompts[0].time if prompts else None,
-        findings=sorted(found.values(), key=lambda one: -one.tokens_recomputed),
+        findings=sorted(findings.values(), key=lambda finding: -finding.tokens_recomputed),
     )
 
 
@@ -225,8 +225,12 @@ class _Seen:
         nearest = self._history.nearest(prompt.token_ids, owner=prompt.owner, salt=prompt.salt)
         earlier, shared = nearest or (None, 0)
         begin = prompt.token_ids[: max(0, shared - _SLACK)]
-        newer = (one for one in self._recent if _client_of(one) == _client_of(prompt))
-        alike = (one for one in newer if shared_tokens(begin, one.token_ids) == len(begin))
+        newer = (newer for newer in self._recent if _client_of(newer) == _client_of(prompt))
+        alike = (
+            candidate
+            for candidate in newer
+            if shared_tokens(begin, candidate.token_ids) == len(begin)
+        )
         return next(alike, earlier)
 
 
@@ -263,8 +267,8 @@ def _recomputed(
 
 def _repeated(ids: TokenIds, others: TokenIds) -> int:
     """How many of the tokens the other ones hold too, at least `_GRAM` of them in a row."""
-    found = int(np.isin(_grams(ids), _grams(others)).sum())
-    return min(len(ids), len(others), found + _GRAM - 1) if found else 0
+    common = int(np.isin(_grams(ids), _grams(others)).sum())
+    return min(len(ids), len(others), common + _GRAM - 1) if common else 0
 
 
 def _grams(ids: TokenIds) -> npt.NDArray[np.uint64]:

@@ -60,7 +60,7 @@ class Difference:
 
 def _quoted(text: str) -> str:
     """As terminals and logs may show it."""
-    shown = (one if one.isprintable() else repr(one)[1:-1] for one in text)
+    shown = (character if character.isprintable() else repr(character)[1:-1] for character in text)
     return f"`{''.join(shown)}`"
 
 
@@ -114,14 +114,14 @@ def shared_characters(text: str, other: str) -> int:
 def word_start(text: str, character: int) -> int:
     """Where the word that holds the character begins, or a part of it where it is long."""
     before = text[max(0, character - _MOST_SHOWN) : character]
-    found = _WORD_BEFORE.search(before)
-    return character - (0 if found is None else len(found[0]))
+    match = _WORD_BEFORE.search(before)
+    return character - (0 if match is None else len(match[0]))
 
 
 def _word(text: str, character: int, span: PromptSpan | None) -> str:
     """The word at the character, within its field."""
     first = 0 if span is None else span.start
     last = len(text) if span is None or span.end <= character else span.end
-    found = _WORD_BEHIND.match(text[character : min(last, character + _MOST_SHOWN)])
-    behind = "" if found is None else found[0]
+    match = _WORD_BEHIND.match(text[character : min(last, character + _MOST_SHOWN)])
+    behind = "" if match is None else match[0]
     return text[max(first, word_start(text, character)) : character] + behind

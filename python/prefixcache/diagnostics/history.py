@@ -183,8 +183,8 @@ class PromptHistory:
         with self._lock:
             share = self._shares.get(owner, {}).get(salt)
             order = self._everything if sees_all else None if share is None else share.order
-            found = None if order is None else order.nearest(token_ids, before)
-        return None if found is None or not found[1] else (found[0].prompt, found[1])
+            nearest = None if order is None else order.nearest(token_ids, before)
+        return None if nearest is None or not nearest[1] else (nearest[0].prompt, nearest[1])
 
     def find(self, request_id: str, *, owner: str | None) -> RememberedPrompt | None:
         """The prompt of the answer with that id, which `owner` got; None where it is forgotten."""
@@ -194,13 +194,13 @@ class PromptHistory:
 
     def recent_misses(self, limit: int) -> list[RememberedPrompt]:
         """The newest prompts of which some full block did not hit, the newest first."""
-        found: list[RememberedPrompt] = []
+        misses: list[RememberedPrompt] = []
         for prompt in reversed(self.prompts()):
-            if len(found) == limit:
+            if len(misses) == limit:
                 break
             if prompt.miss is not None and prompt.miss.reason != "tail":
-                found.append(prompt)
-        return found
+                misses.append(prompt)
+        return misses
 
     def prompts(self) -> list[RememberedPrompt]:
         """All that is remembered, the oldest first."""
@@ -285,11 +285,11 @@ class _Order:
             for entry in side:
                 if entry.prompt.arrival >= before:
                     continue
-                known = shared_tokens(token_ids, entry.prompt.token_ids), entry.number
-                if best is not None and known[0] < best[0]:
+                rank = shared_tokens(token_ids, entry.prompt.token_ids), entry.number
+                if best is not None and rank[0] < best[0]:
                     break
-                if best is None or known > best:
-                    best, chosen = known, entry
+                if best is None or rank > best:
+                    best, chosen = rank, entry
         return None if best is None or chosen is None else (chosen, best[0])
 
     def _place(self, token_ids: TokenIds, number: int) -> int:

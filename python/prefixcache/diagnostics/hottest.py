@@ -68,17 +68,17 @@ class HotPrefixes:
     ) -> list[int]:
         """Tokens in the full blocks that neighbours share."""
         counts = [
-            self._count(one.token_ids, next_one.token_ids, before)
-            for one, next_one in pairwise(prompts)
+            self._count(prompt.token_ids, next_one.token_ids, before)
+            for prompt, next_one in pairwise(prompts)
         ]
         return [count - count % block_size for count in counts]
 
-    def _count(self, one: TokenIds, other: TokenIds, before: _Shared) -> int:
-        pair = id(one), id(other)
+    def _count(self, first: TokenIds, other: TokenIds, before: _Shared) -> int:
+        pair = id(first), id(other)
         # The arrays are kept with the count, so that their ids stay theirs.
-        known = before.get(pair) or (one, other, shared_tokens(one, other))
-        self._shared[pair] = known
-        return known[2]
+        count = before.get(pair) or (first, other, shared_tokens(first, other))
+        self._shared[pair] = count
+        return count[2]
 
 
 def _nodes(prompts: Sequence[RememberedPrompt], shared: Sequence[int]) -> list[HotPrefix]:
@@ -135,10 +135,10 @@ def _pruned(roots: list[HotPrefix], most: int) -> list[HotPrefix]:
     above = {id(child): node for node in nodes for child in node.children}
     kept: set[int] = set()
     for node in heapq.nlargest(most, nodes, key=lambda node: node.weight):
-        one: HotPrefix | None = node
-        while one is not None and id(one) not in kept:
-            kept.add(id(one))
-            one = above.get(id(one))
+        prefix: HotPrefix | None = node
+        while prefix is not None and id(prefix) not in kept:
+            kept.add(id(prefix))
+            prefix = above.get(id(prefix))
     for node in nodes:
         node.children = _heaviest_first(child for child in node.children if id(child) in kept)
     return _heaviest_first(root for root in roots if id(root) in kept)

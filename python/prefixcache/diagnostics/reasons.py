@@ -104,12 +104,12 @@ class Reasons:
 
         Takes time that grows with the prompt, and lets go of the interpreter for most of it.
         """
-        known = self._cache.look_up(asked.token_ids, asked.salt)
-        hit = self._hit_tokens(asked, known)
+        lookup = self._cache.look_up(asked.token_ids, asked.salt)
+        hit = self._hit_tokens(asked, lookup)
         own, best = self._nearest(asked, sees_all=sees_all)
         end = hit + self._block_size
-        seen = next((one for one in (own, best) if one is not None and one[1] >= end), None)
-        reason, detail = self._why(asked, known, hit, None if seen is None else seen[0])
+        seen = next((match for match in (own, best) if match is not None and match[1] >= end), None)
+        reason, detail = self._why(asked, lookup, hit, None if seen is None else seen[0])
         if reason == "never_seen" and best is not None and _differs(asked.token_ids, *best):
             reason = "different_text"
         return Explanation(
@@ -118,18 +118,18 @@ class Reasons:
             first_block=range(hit, end) if end <= len(asked.token_ids) else None,
             nearest=best and best[0],
             shared_tokens=best[1] if best else 0,
-            disk_tokens=self._disk_tokens(asked, known, hit) if reason == "on_disk" else 0,
+            disk_tokens=self._disk_tokens(asked, lookup, hit) if reason == "on_disk" else 0,
         )
 
-    def _disk_tokens(self, asked: Asked, known: PrefixLookup, hit: int) -> int:
-        on_disk = known.disk_blocks(hit // self._block_size) * self._block_size
+    def _disk_tokens(self, asked: Asked, lookup: PrefixLookup, hit: int) -> int:
+        on_disk = lookup.disk_blocks(hit // self._block_size) * self._block_size
         return min(on_disk, self._full_blocks(_most_hits(asked)) - hit)
 
-    def _hit_tokens(self, asked: Asked, known: PrefixLookup) -> int:
+    def _hit_tokens(self, asked: Asked, lookup: PrefixLookup) -> int:
         if asked.hit_tokens is not None:
             return asked.hit_tokens
         reads = self._caches_prefixes and asked.reads
-        return min(known.hit_tokens, self._full_blocks(_most_hits(asked))) if reads else 0
+        return min(lookup.hit_tokens, self._full_blocks(_most_hits(asked))) if reads else 0
 
     def _full_blocks(self, num_tokens: int) -> int:
         return num_tokens // self._block_size * self._block_size
@@ -149,7 +149,7 @@ class Reasons:
         return own, best
 
     def _why(
-        self, asked: Asked, known: PrefixLookup, hit: int, seen: RememberedPrompt | None
+        self, asked: Asked, lookup: PrefixLookup, hit: int, seen: RememberedPrompt | None
     ) -> tuple[MissReason, EvictedContent | None]:
         """The reason; `seen` is an earlier prompt that has the whole block, if there is one."""
         if not self._caches_prefixes:
@@ -160,32 +160,32 @@ class Reasons:
             return "tail", None
         if hit >= self._full_blocks(_most_hits(asked)):
             return "prompt_logprobs", None
-        if asked.window_missed_tokens or (asked.hit_tokens is None and known.whole_tokens > hit):
-            return _lost(known), None
-        return self._why_gone(asked, known, hit, seen)
+        if asked.window_missed_tokens or (asked.hit_tokens is None and lookup.whole_tokens > hit):
+            return _lost(lookup), None
+        return self._why_gone(asked, lookup, hit, seen)
 
     def _why_gone(
-        self, asked: Asked, known: PrefixLookup, hit: int, seen: RememberedPrompt | None
+        self, asked: Asked, lookup: PrefixLookup, hit: int, seen: RememberedPrompt | None
     ) -> tuple[MissReason, EvictedContent | None]:
         """The reason why the cache does not have the block behind the first `hit` tokens."""
-        evictions = self._evictions_of(known, hit // self._block_size)
-        in_time = [one for one in evictions if _went_by(one, asked.started_at)]
-        evicted = max(in_time, key=lambda one: one.time, default=None)
+        evictions = self._evictions_of(lookup, hit // self._block_size)
+        in_time = [eviction for eviction in evictions if _went_by(eviction, asked.started_at)]
+        evicted = max(in_time, key=lambda eviction: eviction.time, default=None)
         # A block that was evicted only since then went to the disk later too.
-        if len(in_time) == len(evictions) and known.disk_blocks(hit // self._block_size):
+        if len(in_time) == len(evictions) and lookup.disk_blocks(hit // self._block_size):
             return "on_disk", None
         if seen is not None and seen.salt == asked.salt:
             forgotten = self._forgotten(seen, evicted)
             if forgotten is not None:
                 return forgotten, None
         if evicted is not None:
-            return _explained(evicted, known)
+            return _explained(evicted, lookup)
         reason = self._why_not_there(asked, hit + self._block_size, seen)
         if reason != "evicted":
             return reason, None
         # The prompt's own blocks fell behind the window since, which hides that earlier ones had.
-        if any(one.cause == DISCARDED for one in evictions):
-            return _lost(known), None
+        if any(eviction.cause == DISCARDED for eviction in evictions):
+            return _lost(lookup), None
         return reason, EvictedContent()
 
     def _why_not_there(self, asked: Asked, end: int, seen: RememberedPrompt | None) -> MissReason:
@@ -196,10 +196,10 @@ class Reasons:
             return "another_salt"
         return "write_refused" if seen.write_upto < end else "evicted"
 
-    def _evictions_of(self, known: PrefixLookup, index: int) -> list[EvictedBlock]:
+    def _evictions_of(self, lookup: PrefixLookup, index: int) -> list[EvictedBlock]:
         """The last eviction of the block in each group that evicted it."""
-        found = (self._evictions.find(name, group) for name, group in known.names(index))
-        return [one for one in found if one is not None]
+        blocks = (self._evictions.find(name, group) for name, group in lookup.names(index))
+        return [block for block in blocks if block is not None]
 
     def _forgotten(self, seen: RememberedPrompt, evicted: EvictedBlock | None) -> MissReason | None:
         """Whether everything was forgotten after the prompt was seen, and before the block went."""
@@ -261,11 +261,11 @@ def _went_by(evicted: EvictedBlock, before: float) -> bool:
     return (evicted.time if evicted.cause == DISCARDED else evicted.since) <= before
 
 
-def _lost(known: PrefixLookup) -> MissReason:
-    return "no_state" if known.has_states else "window_lost"
+def _lost(lookup: PrefixLookup) -> MissReason:
+    return "no_state" if lookup.has_states else "window_lost"
 
 
-def _explained(evicted: EvictedBlock, known: PrefixLookup) -> tuple[MissReason, EvictedContent]:
+def _explained(evicted: EvictedBlock, lookup: PrefixLookup) -> tuple[MissReason, EvictedContent]:
     detail = EvictedContent(
         pressure=evicted.pressure,
         ago_s=max(0.0, time.monotonic() - evicted.time),
@@ -273,7 +273,7 @@ def _explained(evicted: EvictedBlock, known: PrefixLookup) -> tuple[MissReason, 
         idle_s=evicted.idle_s,
         hits=evicted.hits,
     )
-    return _lost(known) if evicted.cause == DISCARDED else "evicted", detail
+    return _lost(lookup) if evicted.cause == DISCARDED else "evicted", detail
 
 
 def _differs(token_ids: TokenIds, earlier: RememberedPrompt, shared: int) -> bool:
@@ -284,7 +284,7 @@ def _differs(token_ids: TokenIds, earlier: RememberedPrompt, shared: int) -> boo
     last = len(earlier_rest) - _PIECE_TOKENS
     starts = np.unique(np.linspace(1, last, _NUM_PIECES, dtype=np.int64)).tolist()
     text = rest.tobytes()
-    found = sum(
+    differing = sum(
         text.find(earlier_rest[start : start + _PIECE_TOKENS].tobytes()) >= 0 for start in starts
     )
-    return 2 * found > len(starts)
+    return 2 * differing > len(starts)

@@ -62,8 +62,8 @@ class PromptSource:
         if not self.messages:
             return (PromptSpan(0, len(self.text), None, None, "prompt"),)
         search = _Search(self.text)
-        found = [*_message_spans(search, self.messages), *_tool_spans(search, self.tools)]
-        return tuple(sorted(found, key=lambda span: (span.start, -span.end)))
+        spans = [*_message_spans(search, self.messages), *_tool_spans(search, self.tools)]
+        return tuple(sorted(spans, key=lambda span: (span.start, -span.end)))
 
     def role_spans(self) -> list[tuple[str, int, int]]:
         """Who wrote which characters of the text: role, start and end of each message found."""
@@ -74,7 +74,7 @@ class PromptSource:
             role = span.role if span.role in _ROLES else "other"
             _, start, end = messages.get(span.message, (role, span.start, span.end))
             messages[span.message] = role, min(start, span.start), max(end, span.end)
-        return sorted(messages.values(), key=lambda one: one[1])
+        return sorted(messages.values(), key=lambda pair: pair[1])
 
     def tool_names(self) -> list[str]:
         """Names of the tools, in the order in which they were sent."""

@@ -45,8 +45,8 @@ class KVEventsConfig(Checked):
 
     def endpoints(self) -> dict[str, str]:
         """The endpoints that are used, by their keys."""
-        found = {"endpoint": self.endpoint, "replay_endpoint": self.replay_endpoint}
-        return {key: endpoint for key, endpoint in found.items() if endpoint is not None}
+        given = {"endpoint": self.endpoint, "replay_endpoint": self.replay_endpoint}
+        return {key: endpoint for key, endpoint in given.items() if endpoint is not None}
 
     def check_together(self) -> None:
         """Raises `FieldError` for what is no endpoint that can be bound."""
@@ -106,10 +106,10 @@ def parse_kv_events(value: object) -> KVEventsConfig | None:
     if not isinstance(value, dict):
         raise ValueError('must be a JSON object, as {"enable_kv_cache_events": true}')
     given = cast("dict[str, Any]", value)
-    known = {one.name: None for one in fields(KVEventsConfig)}
+    names = {field.name: None for field in fields(KVEventsConfig)}
     for name in given:
-        if name not in known:
-            hint = closest(str(name), known) or f": its keys are {', '.join(known)}"
+        if name not in names:
+            hint = closest(str(name), names) or f": its keys are {', '.join(names)}"
             raise ValueError(f"it has no key {name!r}{hint}")
     try:
         return KVEventsConfig(**given)

@@ -223,5 +223,5 @@ class _ReplayBuffer:
         """Up to `most` batches from the sequence `start` on, or from the first that is left."""
         first = self._next - len(self._batches)
         begin = min(max(start, first), self._next)  # peers may ask for any
-        found = islice(self._batches, begin - first, begin - first + most)
-        return list(zip(range(begin, begin + most), found, strict=False))
+        batches = islice(self._batches, begin - first, begin - first + most)
+        return list(zip(range(begin, begin + most), batches, strict=False))

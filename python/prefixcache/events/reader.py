@@ -195,21 +195,21 @@ class EventReader:
         """
         if self._replay_endpoint is None:
             return None
-        known = None
+        is_known = None
         with _replay_socket(self._replay_endpoint) as socket:
             socket.send_multipart([b"", encode_sequence(self._first_wanted())])
             while (message := self._replayed(socket)) is not None:
-                if known is None and self._is_last(message):
-                    known = True
+                if is_known is None and self._is_last(message):
+                    is_known = True
                 elif self._follows(message):
                     # Behind a snapshot there is no payload to compare.
-                    known = known or self._last_payload is None
-                    if not known:
+                    is_known = is_known or self._last_payload is None
+                    if not is_known:
                         return False
                     yield self._read(message)
                 else:
                     return False
-        return known
+        return is_known
 
     def _first_wanted(self) -> int:
         if self._last is None:

@@ -74,7 +74,7 @@ def _checkpoint(
     parts: list[tuple[TensorRange, str]] = []
     for file, ranges in _ranges(folder):
         try:
-            digests = digests_of(file, [(one.start, one.end) for one in ranges])
+            digests = digests_of(file, [(part.start, part.end) for part in ranges])
         except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
             raise ModelLoadError(f"Cannot read the weight file {file}: {error}") from error
         if digests is None:
@@ -87,15 +87,15 @@ def _checkpoint(
 
 def tensors_digest(file: Path, ranges: list[TensorRange], threads: int = 1) -> str:
     """The digest of a checkpoint that has just these tensors, which lie in `file`."""
-    spans = [(one.start, one.end) for one in ranges]
-    digests = [one.hex() for one in hash_file_ranges(file, spans, threads)]
+    spans = [(part.start, part.end) for part in ranges]
+    digests = [digest.hex() for digest in hash_file_ranges(file, spans, threads)]
     return _digest_of(list(zip(ranges, digests, strict=True)))
 
 
 def _digest_of(parts: list[tuple[TensorRange, str]]) -> str:
     """Of tensors and the digests of their bytes."""
     parts.sort(key=lambda part: part[0].name.encode())
-    return _derived("weights", b"".join(_described(one, digest) for one, digest in parts))
+    return _derived("weights", b"".join(_described(part, digest) for part, digest in parts))
 
 
 # Fields that count in a digest whatever they are. Those that came later count where they are not as
@@ -159,9 +159,9 @@ def _derived(purpose: str, message: bytes) -> str:
     return derive_digest(_CONTEXT.format(purpose), message).hex()
 
 
-def _described(one: TensorRange, digest: str) -> bytes:
-    shape = struct.pack(f"<{len(one.shape)}Q", *one.shape)
-    fields = (one.name.encode(), one.format.encode(), shape, bytes.fromhex(digest))
+def _described(part: TensorRange, digest: str) -> bytes:
+    shape = struct.pack(f"<{len(part.shape)}Q", *part.shape)
+    fields = (part.name.encode(), part.format.encode(), shape, bytes.fromhex(digest))
     return b"".join(struct.pack("<Q", len(field)) + field for field in fields)
 
 

@@ -59,16 +59,16 @@ def quantize_folder(source: Path, target: Path, quant_format: str) -> None:
     """
     config = ModelConfig.from_hf(source)
     names = check_weights(config, source)
-    formats = {one.name: _format_of(one, quant_format) for one in read_folder(source, names)}
+    formats = {named.name: _format_of(named, quant_format) for named in read_folder(source, names)}
     file = target / WEIGHTS_FILE
     with closing(GGUFWriter(file, config.architecture)) as writer:
-        for one in read_folder(source, names):
-            _announce(writer, one.name, tuple(one.tensor.shape), formats[one.name])
+        for named in read_folder(source, names):
+            _announce(writer, named.name, tuple(named.tensor.shape), formats[named.name])
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for one in _shown(read_folder(source, names), len(formats), f"To {quant_format}"):
-            writer.write_tensor_data(_data(one, formats[one.name]))
+        for named in _shown(read_folder(source, names), len(formats), f"To {quant_format}"):
+            writer.write_tensor_data(_data(named, formats[named.name]))
     write_index(target, _indexed(file), [(file.stat().st_size, None)])
     _copy_others(source, target)
 
@@ -84,7 +84,7 @@ def dequantize_folder(source: Path, target: Path, dtype: str) -> None:
     tensors = _shown(read_folder(source, names), count, f"To {dtype}")
     weight_map = dict[str, str]()
     for number, shard in enumerate(
-        _shards((one.name, _dequantized(one, DTYPES[dtype])) for one in tensors)
+        _shards((named.name, _dequantized(named, DTYPES[dtype])) for named in tensors)
     ):
         file = f"model-{number:05d}.safetensors"
         save_file(shard, target / file, metadata={"format": "pt"})
@@ -135,15 +135,15 @@ def _shown(tensors: Iterable[NamedTensor], count: int, what: str) -> Iterator[Na
     return iter(track(tensors, what, total=count, console=Console(stderr=True), transient=True))
 
 
-def _format_of(one: NamedTensor, quant_format: str) -> str:
+def _format_of(named: NamedTensor, quant_format: str) -> str:
     """What the tensor becomes."""
-    tensor = one.tensor
+    tensor = named.tensor
     if isinstance(tensor, QuantizedTensor):
         raise ModelLoadError(
-            f"{one.name} in {one.source} is quantized to {tensor.format} already. Convert the "
+            f"{named.name} in {named.source} is quantized to {tensor.format} already. Convert the "
             "weights that it was made of."
         )
-    if tensor.ndim != 2 or one.name.endswith(_ROUTERS):
+    if tensor.ndim != 2 or named.name.endswith(_ROUTERS):
         return "F32"
     if tensor.shape[1] % quant_block_size(quant_format)[0] == 0:
         return quant_format
@@ -158,23 +158,25 @@ def _announce(writer: GGUFWriter, name: str, shape: tuple[int, ...], tensor_form
     writer.add_tensor_info(name, in_bytes, np.dtype(np.uint8), prod(in_bytes), raw_dtype=kind)
 
 
-def _data(one: NamedTensor, tensor_format: str) -> np.ndarray:
+def _data(named: NamedTensor, tensor_format: str) -> np.ndarray:
     """The tensor's bytes in the file."""
-    assert isinstance(one.tensor, np.ndarray)
+    assert isinstance(named.tensor, np.ndarray)
     if tensor_format in QUANTIZABLE:
-        return quantized(one.name, one.tensor, tensor_format).blocks
-    return dense(one.tensor, UNQUANTIZED_TYPES[tensor_format]).view(np.uint8)
+        return quantized(named.name, named.tensor, tensor_format).blocks
+    return dense(named.tensor, UNQUANTIZED_TYPES[tensor_format]).view(np.uint8)
 
 
 def _indexed(file: Path) -> Iterator[IndexedTensor]:
-    for one in read_header(file).tensors:
-        yield IndexedTensor(name=one.name, format=one.format, shape=one.shape, offset=one.start)
+    for tensor in read_header(file).tensors:
+        yield IndexedTensor(
+            name=tensor.name, format=tensor.format, shape=tensor.shape, offset=tensor.start
+        )
 
 
-def _dequantized(one: NamedTensor, dtype: np.dtype[Any]) -> Array:
-    if isinstance(one.tensor, QuantizedTensor):
-        return one.tensor.dequantized(dtype)
-    return dense(one.tensor, dtype if one.tensor.ndim == 2 else one.tensor.dtype)
+def _dequantized(named: NamedTensor, dtype: np.dtype[Any]) -> Array:
+    if isinstance(named.tensor, QuantizedTensor):
+        return named.tensor.dequantized(dtype)
+    return dense(named.tensor, dtype if named.tensor.ndim == 2 else named.tensor.dtype)
 
 
 def _shards(tensors: Iterator[tuple[str, Array]]) -> Iterator[dict[str, Array]]:

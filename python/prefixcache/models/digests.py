@@ -37,9 +37,9 @@ def file_digest(file: Path, kind: Literal["blake3", "sha256"] = "blake3") -> str
     """
     state = file_state(file)
     note = _note(file, kind)
-    known = _known(note, state)
-    if isinstance(known, str):
-        return known
+    digest = _known(note, state)
+    if isinstance(digest, str):
+        return digest
     _wait_for_the_clock(file)
     digest = compute_sha256(file) if kind == "sha256" else compute_blake3(file)
     _remember(note, file, state, digest)
@@ -51,13 +51,15 @@ def range_digests(file: Path, ranges: Sequence[tuple[int, int]], threads: int = 
 
     Raises `OSError` when the file cannot be read, or ends within a range.
     """
-    known = remembered_digests(file, ranges)
-    if known is None:
+    digests = remembered_digests(file, ranges)
+    if digests is None:
         state = file_state(file)
         _wait_for_the_clock(file)
-        known = [digest.hex() for digest in hash_file_ranges(file, ranges, threads)]
-        _remember(_note(file, "ranges"), file, state, dict(zip(_keys(ranges), known, strict=True)))
-    return known
+        digests = [digest.hex() for digest in hash_file_ranges(file, ranges, threads)]
+        _remember(
+            _note(file, "ranges"), file, state, dict(zip(_keys(ranges), digests, strict=True))
+        )
+    return digests
 
 
 def remembered_digests(file: Path, ranges: Sequence[tuple[int, int]]) -> list[str] | None:
@@ -65,11 +67,11 @@ def remembered_digests(file: Path, ranges: Sequence[tuple[int, int]]) -> list[st
 
     Raises `OSError`.
     """
-    known = _known(_note(file, "ranges"), file_state(file))
+    noted = _known(_note(file, "ranges"), file_state(file))
     keys = _keys(ranges)
-    if not (isinstance(known, dict) and all(isinstance(known.get(key), str) for key in keys)):
+    if not (isinstance(noted, dict) and all(isinstance(noted.get(key), str) for key in keys)):
         return None
-    return [known[key] for key in keys]
+    return [noted[key] for key in keys]
 
 
 def _keys(ranges: Sequence[tuple[int, int]]) -> list[str]:

@@ -71,10 +71,10 @@ class HalvedTensor:
             parts = {gate: slice(half), up: slice(half, None)}
         named = [("", numbers)]
         if numbers.ndim == _DIMENSIONS[None]:
-            named = [(f".{number}", one) for number, one in enumerate(numbers)]
-        for number, one in named:
+            named = [(f".{number}", array) for number, array in enumerate(numbers)]
+        for number, array in named:
             for part, rows in parts.items():
-                yield f"{self.base}{number}.{part}.weight", one[rows]
+                yield f"{self.base}{number}.{part}.weight", array[rows]
 
 
 @dataclass(frozen=True, slots=True)

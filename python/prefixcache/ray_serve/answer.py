@@ -214,13 +214,13 @@ class Chunks:
 
 def _hashes(requests: Sequence[Request], root_hash: str, block_size: int) -> list[bytes]:
     """The state of the hashes of each prompt; requests of one prompt share it."""
-    root, found = bytes.fromhex(root_hash), dict[int, bytes]()
+    root, states = bytes.fromhex(root_hash), dict[int, bytes]()
     for request in requests:
         tokens = request.prompt_token_ids
-        if id(tokens) not in found:
+        if id(tokens) not in states:
             hashes = BlockHashes.compute(tokens, root, block_size, cache_salt=request.cache.salt)
-            found[id(tokens)] = hashes.state()
-    return [found[id(request.prompt_token_ids)] for request in requests]
+            states[id(tokens)] = hashes.state()
+    return [states[id(request.prompt_token_ids)] for request in requests]
 
 
 def _shifted(output: RequestOutput, seconds: float) -> RequestOutput:

@@ -139,13 +139,13 @@ def _info_router(replicas: ReplicaSet, served: ServedModel, flags: Mapping[str, 
     @describes_stats
     async def prefix_cache_stats() -> dict[str, Any]:
         statuses = await replicas.statuses()
-        return {"replicas": {one["replica"]: one["prefix_cache"] for one in statuses}}
+        return {"replicas": {status["replica"]: status["prefix_cache"] for status in statuses}}
 
     @router.get("/prefix_cache/resize")
     @describes_resizing
     async def resize_status() -> dict[str, Any]:
         statuses = await replicas.statuses()
-        return {"replicas": {one["replica"]: one["resize"] for one in statuses}}
+        return {"replicas": {status["replica"]: status["resize"] for status in statuses}}
 
     return router
 

@@ -45,7 +45,7 @@ class Ingress:
         model = read_config(config.model, folder)
         tokenizer = Tokenizer.from_folder(folder, read_template(config.chat_template))
         about = await replicas.about.remote()
-        known = {name: about[name] for name in ("batch_invariant", "dtype", "activations")}
+        facts = {name: about[name] for name in ("batch_invariant", "dtype", "activations")}
         grammars = Grammars(partial(vocabulary_of, tokenizer, model))
         client = CommandClient(commands, await commands.state.remote())
         longest, block_size = about["max_model_len"], about["prefix_hash"]["block_size"]
@@ -56,7 +56,7 @@ class Ingress:
             self._engine,
             ReplicaSet(replicas),
             client,
-            served_model(config, options, tokenizer, model.generation, folder, **known),
+            served_model(config, options, tokenizer, model.generation, folder, **facts),
             rules=access_rules(options),
             model_dirs=ModelDirs(options.allowed_model_dirs),
             limits=server_limits(options),

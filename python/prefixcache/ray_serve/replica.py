@@ -168,7 +168,9 @@ class EngineReplica:
         """Whether the weights of an update cannot be taken."""
         path, revision = command.options["path"], command.options["revision"]
         try:
-            await self._in_time("check_weights", lambda one: one.weights.check_path(path, revision))
+            await self._in_time(
+                "check_weights", lambda control: control.weights.check_path(path, revision)
+            )
         except PrefixCacheError as error:
             return Refused(error)
         return None
@@ -331,8 +333,9 @@ def _deadline(job: RoutedJob) -> float | None:
 def _received(job: RoutedJob, arithmetic: str) -> list[Request]:
     """The requests with their hashes, as if they came now: the ingress may be another machine."""
     states = job.hashes.get(arithmetic, ())
-    now, known = time.monotonic(), {one: BlockHashes.from_state(one) for one in set(states)}
+    now = time.monotonic()
+    hashes_of = {state: BlockHashes.from_state(state) for state in set(states)}
     return [
-        dataclasses.replace(request, arrival_time=now, hashes=state and known[state])
+        dataclasses.replace(request, arrival_time=now, hashes=state and hashes_of[state])
         for request, state in zip_longest(job.requests, states)
     ]

@@ -80,11 +80,11 @@ class RoutedEngine:
 
     async def probe_all(self, requests: Sequence[Request]) -> list[int]:
         """Most tokens of each prompt that one of the replicas has cached."""
-        found = await ask_all(self._replicas, "probe_all", requests, seconds=_PROBE_SECONDS)
-        for one in found:
-            if isinstance(one, Refused):
-                raise one.error
-        return [max(counts) for counts in zip(*found, strict=True)] or [0] * len(requests)
+        answers = await ask_all(self._replicas, "probe_all", requests, seconds=_PROBE_SECONDS)
+        for answer in answers:
+            if isinstance(answer, Refused):
+                raise answer.error
+        return [max(counts) for counts in zip(*answers, strict=True)] or [0] * len(requests)
 
     def close(self) -> None:
         """Ends what compiles grammars."""

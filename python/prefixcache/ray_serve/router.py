@@ -86,7 +86,7 @@ class PrefixRequestRouter(RequestRouter):
         job = _job_of(pending_request)
         if job is None:
             return [candidate_replicas]
-        return [[one] for one in await self._ordered(candidate_replicas, job)]
+        return [[replica] for replica in await self._ordered(candidate_replicas, job)]
 
     def on_request_routed(
         self,
@@ -129,15 +129,16 @@ class PrefixRequestRouter(RequestRouter):
             hit_tokens=hits,
             key=job.requests[0].affinity,
         )
-        job.expected_hits = {one.replica: one.hit_tokens for one in choices[:1]}
+        job.expected_hits = {choice.replica: choice.hit_tokens for choice in choices[:1]}
         return [by_name[choice.replica] for choice in choices]
 
     def _loads(self, replicas: Sequence[RunningReplica]) -> dict[str, float]:
         """What each was sent from elsewhere, in tokens."""
         own = Counter(routed.replica for routed in self._routed.values()) + self._asked
         return {
-            _name(one): max(self._queue_length(one) - own[_name(one)], 0) * _REQUEST_TOKENS
-            for one in replicas
+            _name(replica): max(self._queue_length(replica) - own[_name(replica)], 0)
+            * _REQUEST_TOKENS
+            for replica in replicas
         }
 
     def _queue_length(self, replica: RunningReplica) -> int:
@@ -154,20 +155,21 @@ class PrefixRequestRouter(RequestRouter):
             return dict.fromkeys(map(_name, replicas), 0)
         tells = request.cache.salt is None
         asked = [
-            one
-            for one in replicas
-            if _name(one) not in job.actual_hits and not (tells and self._knows(_name(one), job))
+            replica
+            for replica in replicas
+            if _name(replica) not in job.actual_hits
+            and not (tells and self._knows(_name(replica), job))
         ]
-        found = await asyncio.gather(*(self._probe(one, request) for one in asked))
-        return dict(zip(map(_name, asked), found, strict=True)) | dict(job.actual_hits)
+        hits = await asyncio.gather(*(self._probe(replica, request) for replica in asked))
+        return dict(zip(map(_name, asked), hits, strict=True)) | dict(job.actual_hits)
 
     def _knows(self, name: str, job: RoutedJob) -> bool:
         return self._arithmetic.get(name) in job.hashes and self._caches.knows(name)
 
     async def _probe(self, replica: RunningReplica, request: Request) -> int:
         try:
-            found = await self._call(replica, "probe_all", _PROBE_SECONDS, [request])
-            return 0 if isinstance(found, Refused) else found[0]
+            hits = await self._call(replica, "probe_all", _PROBE_SECONDS, [request])
+            return 0 if isinstance(hits, Refused) else hits[0]
         except Exception as error:  # noqa: BLE001 - it may have died, or sleep; the job goes on
             logger.debug("%s did not answer a probe: %s", _name(replica), type(error).__name__)
             return 0

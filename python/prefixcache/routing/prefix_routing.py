@@ -171,12 +171,12 @@ class PrefixRouting:
         return self._asked_numbers
 
     def _hits(
-        self, hashes: Hashes | Sequence[Hashes], known: Mapping[str, int]
+        self, hashes: Hashes | Sequence[Hashes], reported: Mapping[str, int]
     ) -> npt.NDArray[np.uint32]:
         arrays = [hashes] if isinstance(hashes, np.ndarray) else hashes
-        hits = np.maximum.reduce([self._index.hits(one) for one in arrays])
+        hits = np.maximum.reduce([self._index.hits(hashes) for hashes in arrays])
         hits = hits * np.uint32(self._block_size)
-        for replica, tokens in known.items():
+        for replica, tokens in reported.items():
             if replica in self._numbers:
                 hits[self._numbers[replica]] = tokens
         return hits

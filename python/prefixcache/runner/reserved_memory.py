@@ -71,13 +71,13 @@ class ReservedBlocks:
         return sum(memory.num_mapped_bytes() for memory in self._memories)
 
 
-def _between(whole: range, kept: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The parts of `whole` before, between and after those of it that are kept, ascending."""
-    begin = whole.start
-    for one in (*kept, whole.stop):
-        if begin < one:
-            yield begin, one
-        begin = one + 1
+def _between(span: range, kept: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The parts of `span` before, between and after those of it that are kept, ascending."""
+    begin = span.start
+    for start in (*kept, span.stop):
+        if begin < start:
+            yield begin, start
+        begin = start + 1
 
 
 def round_up(number: int, multiple: int) -> int:

@@ -60,14 +60,17 @@ def last_tokens(row: SamplingInput, unread: int = 0) -> list[tuple[int, int]]:
     """
     words = row.params.bad_words_token_ids
     answer = row.tokens.answer[-max(map(len, words), default=1) :].tolist()
-    found: list[tuple[int, int]] = []
+    pairs: list[tuple[int, int]] = []
     for word in words:
-        known = word[: -1 - unread]
+        beginning = word[: -1 - unread]
         if len(word) == 1:
-            found.append((word[0], ANY))
-        elif len(known) <= len(answer) and tuple(answer[len(answer) - len(known) :]) == known:
-            found.append((word[-1], word[-2] if unread else ANY))
-    return found
+            pairs.append((word[0], ANY))
+        elif (
+            len(beginning) <= len(answer)
+            and tuple(answer[len(answer) - len(beginning) :]) == beginning
+        ):
+            pairs.append((word[-1], word[-2] if unread else ANY))
+    return pairs
 
 
 def inputs_of(plan: StepPlan) -> list[Sequence[SamplingInput]]:
@@ -93,10 +96,10 @@ def outputs_of(
 
     These are as `inputs_of` gives them.
     """
-    found = iter(sampled)
+    rest = iter(sampled)
     outputs: list[SequenceOutput] = []
     for of_sequence in inputs:
-        first, *after = itertools.islice(found, len(of_sequence)) if of_sequence else (_NOTHING,)
+        first, *after = itertools.islice(rest, len(of_sequence)) if of_sequence else (_NOTHING,)
         outputs.append(with_accepted(first, of_sequence[1:], after))
     return outputs
 
@@ -134,17 +137,19 @@ class KnownMasks:
     def of(cls, masks: Iterable[TokenMask | None]) -> KnownMasks:
         """Waits for the masks of the rows, all together no longer than `_LONGEST_WAIT`."""
         until = time.monotonic() + _LONGEST_WAIT
-        found = cls({}, {})
+        step_masks = cls({}, {})
         for r, mask in enumerate(masks):
             if mask is None:
                 continue
             try:
                 words = mask.words(until - time.monotonic())
             except GrammarError as error:
-                found.unsampled[r] = SequenceOutput(error=str(error), error_code="grammar_limit")
+                step_masks.unsampled[r] = SequenceOutput(
+                    error=str(error), error_code="grammar_limit"
+                )
                 continue
             if words is None:
-                found.unsampled[r] = SequenceOutput(is_late=True)
+                step_masks.unsampled[r] = SequenceOutput(is_late=True)
             else:
-                found.words[r] = words
-        return found
+                step_masks.words[r] = words
+        return step_masks

@@ -145,7 +145,7 @@ def _check_ceiling(start: int, ceiling: int, block_bytes: int, machine: int) -> 
 def host_memory() -> MemorySize:
     """The memory of this machine's processors."""
     limits = [_read_number(Path(limit)) for limit, _ in _CGROUP_FILES]
-    total = min(psutil.virtual_memory().total, *(one for one in limits if one), 1 << 62)
+    total = min(psutil.virtual_memory().total, *(limit for limit in limits if limit), 1 << 62)
     return MemorySize(available_memory(), total, _DEFAULT_CPU_BYTES)
 
 

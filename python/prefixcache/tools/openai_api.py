@@ -48,7 +48,7 @@ def open_client(url: str, api_key: str | None = None) -> httpx.AsyncClient:
 
 async def side_by_side(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """What all of them return; the first that fails ends the others before its error is raised."""
-    tasks = [asyncio.ensure_future(one) for one in calls]
+    tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return await asyncio.gather(*tasks)
     finally:

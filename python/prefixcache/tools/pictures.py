@@ -74,5 +74,5 @@ def save(figure: Figure, path: Path) -> None:
     for axes in figure.axes:
         axes.patch.set_visible(False)
     figure.savefig(path, facecolor="none", metadata={"Date": None})
-    dark = re.sub("|".join(_AT_NIGHT), lambda one: _AT_NIGHT[one[0]], path.read_text())
+    dark = re.sub("|".join(_AT_NIGHT), lambda match: _AT_NIGHT[match[0]], path.read_text())
     path.with_name(path.name.removesuffix(_LIGHT) + _DARK).write_text(dark)

@@ -71,7 +71,7 @@ class Policy:
         Raises `InvalidRequestError` where names or shapes are not those of the engine's model; the
         engine then keeps its weights.
         """
-        tensors = {name: one.detach() for name, one in self._model.named_parameters()}
+        tensors = {name: parameter.detach() for name, parameter in self._model.named_parameters()}
         version = self._llm.control.load_state_dict(tensors)
         self._pushed = self._changes()
         return version
@@ -109,8 +109,8 @@ class Policy:
         """
         self._push_changes()
         scored = self._llm.generate(
-            [[*one.prompt_token_ids, *one.token_ids] for one in rollouts],
-            [_scoring(len(one.prompt_token_ids)) for one in rollouts],
+            [[*rollout.prompt_token_ids, *rollout.token_ids] for rollout in rollouts],
+            [_scoring(len(rollout.prompt_token_ids)) for rollout in rollouts],
             use_tqdm=False,
         )
         values = [_answers(*pair) for pair in zip(rollouts, scored, strict=True)]
@@ -123,13 +123,15 @@ class Policy:
         """The module's own log probabilities of the answers' tokens, float64 [A] each."""
         for begin in range(0, len(rollouts), self._batch_size):
             batch = rollouts[begin : begin + self._batch_size]
-            tokens = [torch.tensor([*one.prompt_token_ids, *one.token_ids]) for one in batch]
+            tokens = [
+                torch.tensor([*rollout.prompt_token_ids, *rollout.token_ids]) for rollout in batch
+            ]
             # Padding on the right changes nothing before it: attention is causal.
             ids_ST = pad_sequence(tokens, batch_first=True).to(self._device)
             output = self._model(ids_ST)
             logits_STV: Tensor = getattr(output, "logits", output)
-            for row, one in enumerate(batch):
-                first, count = len(one.prompt_token_ids), len(one.token_ids)
+            for row, rollout in enumerate(batch):
+                first, count = len(rollout.prompt_token_ids), len(rollout.token_ids)
                 logits_AV = logits_STV[row, first - 1 : first - 1 + count]
                 taken_A = ids_ST[row, first : first + count]
                 scores_AV = logits_AV.float().log_softmax(-1)
@@ -146,15 +148,15 @@ class Policy:
     def _changes(self) -> tuple[tuple[int, int, int], ...]:
         """Where each parameter is, and how often it was written there and stepped."""
         return tuple(
-            (one.data_ptr(), one._version, _STEPS.get(one, 0))  # noqa: SLF001
-            for one in self._model.parameters()
+            (parameter.data_ptr(), parameter._version, _STEPS.get(parameter, 0))  # noqa: SLF001
+            for parameter in self._model.parameters()
         )
 
 
 def _count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
-        for one in group["params"]:
-            _STEPS[one] = _STEPS.get(one, 0) + 1
+        for parameter in group["params"]:
+            _STEPS[parameter] = _STEPS.get(parameter, 0) + 1
 
 
 # Fused optimizers write to parameters without a new version of the tensor.

@@ -52,46 +52,48 @@ def check_ranges(ranges: Sequence[RetentionRange]) -> None:
         raise wrong(
             "retention", f"may have at most {MAX_RANGES} ranges, got {len(ranges)}", code="too_long"
         )
-    for index, one in enumerate(ranges):
-        _check_range(one, f"retention[{index}]")
+    for index, hint in enumerate(ranges):
+        _check_range(hint, f"retention[{index}]")
     _check_disjoint(ranges)
 
 
 def check_within(ranges: Sequence[RetentionRange], num_tokens: int) -> None:
     """Raises `InvalidRequestError` for a range that leaves a prompt of `num_tokens` tokens."""
-    for index, one in enumerate(ranges):
-        name, value = ("start", one.start) if one.end is None else ("end", one.end)
+    for index, hint in enumerate(ranges):
+        name, value = ("start", hint.start) if hint.end is None else ("end", hint.end)
         if value > num_tokens:
             raise _wrong(
                 f"retention[{index}].{name}",
                 f"leaves the prompt, which has {num_tokens} tokens",
-                getattr(one, name),
+                getattr(hint, name),
             )
 
 
 def clipped(ranges: Iterable[RetentionRange], num_tokens: int) -> tuple[RetentionRange, ...]:
     """What of the ranges lies in a prompt of `num_tokens` tokens, or in its answer."""
-    ends = ((one, one.end and min(one.end, num_tokens)) for one in ranges)
+    ends = ((hint, hint.end and min(hint.end, num_tokens)) for hint in ranges)
     return tuple(
-        replace(one, end=end)
-        for one, end in ends
-        if one.start < (num_tokens + 1 if end is None else end)
+        replace(hint, end=end)
+        for hint, end in ends
+        if hint.start < (num_tokens + 1 if end is None else end)
     )
 
 
-def _check_range(one: object, field: str) -> None:
-    if not isinstance(one, RetentionRange):
-        raise _wrong(field, "must be a RetentionRange", one)
-    if not is_count(one.start):
-        raise _wrong(f"{field}.start", "must be an integer, 0 or more", one.start)
-    if one.end is not None and not (is_count(one.end) and one.end > one.start):
-        raise _wrong(f"{field}.end", f"must be an integer above start ({one.start})", one.end)
-    if one.priority is not None and not (is_count(one.priority) and one.priority <= MAX_PRIORITY):
+def _check_range(hint: object, field: str) -> None:
+    if not isinstance(hint, RetentionRange):
+        raise _wrong(field, "must be a RetentionRange", hint)
+    if not is_count(hint.start):
+        raise _wrong(f"{field}.start", "must be an integer, 0 or more", hint.start)
+    if hint.end is not None and not (is_count(hint.end) and hint.end > hint.start):
+        raise _wrong(f"{field}.end", f"must be an integer above start ({hint.start})", hint.end)
+    if hint.priority is not None and not (
+        is_count(hint.priority) and hint.priority <= MAX_PRIORITY
+    ):
         problem = f"must be an integer from 0 to {MAX_PRIORITY}"
-        raise _wrong(f"{field}.priority", problem, one.priority)
-    if one.ttl_s is not None and not _is_ttl(one.ttl_s):
+        raise _wrong(f"{field}.priority", problem, hint.priority)
+    if hint.ttl_s is not None and not _is_ttl(hint.ttl_s):
         problem = f"must be seconds above 0, at most {MAX_TTL_SECONDS}"
-        raise _wrong(f"{field}.ttl_s", problem, one.ttl_s)
+        raise _wrong(f"{field}.ttl_s", problem, hint.ttl_s)
 
 
 def _check_disjoint(ranges: Sequence[RetentionRange]) -> None:

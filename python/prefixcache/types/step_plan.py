@@ -143,7 +143,9 @@ class SequenceOutput:
     def token_ids(self) -> list[int]:
         """All that was sampled and counts, in order."""
         first = [] if self.token_id is None else [self.token_id]
-        return first + [one.token_id for one in self.after_drafts if one.token_id is not None]
+        return first + [
+            output.token_id for output in self.after_drafts if output.token_id is not None
+        ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,4 +30,4 @@ def extend_spans(spans: list[WeightSpan], version: ShownVersion | None, count: i
 
 def spans_as_json(spans: Sequence[WeightSpan]) -> list[dict[str, object]]:
     """The spans as vLLM words them."""
-    return [{"version": one.version, "start": one.start, "end": one.end} for one in spans]
+    return [{"version": span.version, "start": span.start, "end": span.end} for span in spans]

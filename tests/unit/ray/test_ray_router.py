@@ -542,7 +542,7 @@ async def test_events_that_the_network_loses_are_replayed(router, monkeypatch, r
         await asyncio.sleep(0)
 
 
-def test_another_ray_is_told_apart(
+def test_another_ray_is_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     package = Path(prefixcache.__file__).parent

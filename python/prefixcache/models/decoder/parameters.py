@@ -61,7 +61,7 @@ def _same(numbers: Array) -> Array:
 
 def _exp(numbers: Array) -> Array:
     """In float64, so that every processor rounds to the same."""
-    return np.array([math.exp(float(one)) for one in numbers]).astype(np.float32)
+    return np.array([math.exp(float(number)) for number in numbers]).astype(np.float32)
 
 
 _STATE_FIELDS = {
@@ -192,7 +192,7 @@ def _write_bias(linear: WritableLinear, start: int, order: _Order, tensor: _Weig
 
 
 def _norm_numbers(shape: NormShape, numbers: Array) -> Array:
-    if shape.whole:
+    if shape.whole_rows:
         numbers = numbers.reshape(-1, shape.width)
     if shape.factor == 1.0:
         return numbers

@@ -124,18 +124,18 @@ def _attention(
     heads, (kv_heads, head_dim) = config.num_heads, config.heads_of(config.window_of(layer))
     makes = _makes(config, layer)
     parts = {"all": "qkv", "queries_and_keys": "qk", "queries": "q"}[makes]
-    counts = {one: heads if one == "q" else kv_heads for one in parts}
+    counts = {part: heads if part == "q" else kv_heads for part in parts}
     hidden, names = config.hidden_size, _names(config)
     base = f"{prefix}.{names['attention']}"
     pieces: dict[str, Pieces | PairedHeads] = {}
     if FAMILIES[config.architecture].pairs_heads:
         rotated = config.rope_of(config.window_of(layer)).rotated_of(head_dim)
-        for one in "qk":
-            pieces[f"{base}.{one}_proj"] = PairedHeads(counts[one], head_dim, rotated)
+        for part in "qk":
+            pieces[f"{base}.{part}_proj"] = PairedHeads(counts[part], head_dim, rotated)
     if config.output_gate:
         counts["q"] += heads
         pieces[f"{base}.q_proj"] = Pieces(heads, (head_dim, head_dim), (1, 0))
-    qkv = {f"{base}.{one}_proj": count * head_dim for one, count in counts.items()}
+    qkv = {f"{base}.{part}_proj": count * head_dim for part, count in counts.items()}
     if "qkv" in names:
         qkv = {f"{prefix}.{names['qkv']}": sum(qkv.values())}
     q_norm = f"{prefix}.{names['q_norm']}"
@@ -148,7 +148,7 @@ def _attention(
         qkv=LinearShape(hidden, qkv, config.qkv_bias, pieces),
         makes=makes,
         gated=config.output_gate,
-        qk_norm=NormShape(head_dim, normed, whole=config.whole_qk_norms)
+        qk_norm=NormShape(head_dim, normed, whole_rows=config.whole_qk_norms)
         if config.qk_norm
         else None,
         value_norm=config.value_norms and makes != "queries",
@@ -251,9 +251,11 @@ def _experts(config: ModelConfig, experts: ExpertsConfig, prefix: str) -> Expert
         selection_bias=bias if experts.selection_bias else None,
         scales=scales if experts.next_to_mlp else None,
         gate_up=LinearShape(
-            hidden, {f"{one}.{part}": size for one in each for part in (gate, up)}, config.mlp_bias
+            hidden,
+            {f"{expert}.{part}": size for expert in each for part in (gate, up)},
+            config.mlp_bias,
         ),
-        down=LinearShape(size, {f"{one}.{down}": hidden for one in each}, config.mlp_bias),
+        down=LinearShape(size, {f"{expert}.{down}": hidden for expert in each}, config.mlp_bias),
         activation=config.activation,
         experts=experts,
         shared=_dense(config, prefix, experts.shared_size, of_shared)

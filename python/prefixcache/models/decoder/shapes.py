@@ -95,12 +95,13 @@ class LinearShape:
 class NormShape:
     """The weight of a norm: rows of `width` numbers, of which the `tensor` of each name fills some.
 
-    It fills them alike, or `whole`: with numbers for all of its rows; multiplied by `factor`.
+    It fills them alike, or with `whole_rows` with numbers for all of its rows; multiplied by
+    `factor`.
     """
 
     width: int
     parts: Mapping[str, int]
-    whole: bool = False
+    whole_rows: bool = False
     tensor: str = "weight"
     factor: float = 1.0
 
@@ -116,7 +117,7 @@ class NormShape:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """That of the tensor of this name."""
-        return (self.width * (self.parts[name] if self.whole else 1),)
+        return (self.width * (self.parts[name] if self.whole_rows else 1),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,16 +214,16 @@ class StateShape(ProjectedShape):
     def own(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the rule's tensors, whose names go without the mixer's."""
         states, mamba = self.states, self.mamba
-        found: dict[str, tuple[int, ...]] = {
+        shapes: dict[str, tuple[int, ...]] = {
             "conv1d.weight": (states.channels, 1, states.taps),
             "A_log": (states.value_heads,),
             "dt_bias": (states.value_heads,),
             "norm.weight": (states.value_dim if mamba is None else mamba.values,),
         }
         if mamba is not None:
-            found |= {"conv1d.bias": (mamba.channels,)} if mamba.conv_bias else {}
-            found["D"] = (mamba.value_heads,)
-        return found
+            shapes |= {"conv1d.bias": (mamba.channels,)} if mamba.conv_bias else {}
+            shapes["D"] = (mamba.value_heads,)
+        return shapes
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -333,10 +334,10 @@ class DecoderShape:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape that each of the checkpoint's tensors must have."""
-        found: dict[str, tuple[int, ...]] = {EMBEDDING: (self.head.outputs, self.head.inputs)}
+        shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.head.outputs, self.head.inputs)}
         if self.own_inputs is not None:
-            found[OWN_EMBEDDING] = (self.own_inputs.table.outputs, self.own_inputs.table.inputs)
-        return found | dict(_tensors(self))
+            shapes[OWN_EMBEDDING] = (self.own_inputs.table.outputs, self.own_inputs.table.inputs)
+        return shapes | dict(_tensors(self))
 
 
 def _tensors(shape: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -344,6 +345,6 @@ def _tensors(shape: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield from getattr(shape, "tensors", {}).items()
     parts: tuple[Any, ...] = shape if isinstance(shape, tuple) else ()
     if is_dataclass(shape):
-        parts = tuple(getattr(shape, one.name) for one in fields(shape))
+        parts = tuple(getattr(shape, member.name) for member in fields(shape))
     for part in parts:
         yield from _tensors(part)

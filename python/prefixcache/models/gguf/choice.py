@@ -27,21 +27,21 @@ def choose(names: Iterable[str], wanted: str | None = None) -> list[str]:
     the shortest name is taken. Raises `ModelLoadError` with the names when none fits, or a part is
     missing.
     """
-    found = _grouped(names)
+    groups = _grouped(names)
     if wanted is not None and wanted.endswith(".gguf"):
         wanted_stem = stem_of(wanted)
-        fitting = [stem for stem in found if wanted_stem in (stem, PurePosixPath(stem).name)]
+        fitting = [stem for stem in groups if wanted_stem in (stem, PurePosixPath(stem).name)]
     elif wanted is not None:
-        fitting = _quantized(found, wanted)
+        fitting = _quantized(groups, wanted)
     else:
-        preferred = (_quantized(found, quantization) for quantization in PREFERRED)
-        fitting = next(filter(None, preferred), list(found) if len(found) == 1 else [])
+        preferred = (_quantized(groups, quantization) for quantization in PREFERRED)
+        fitting = next(filter(None, preferred), list(groups) if len(groups) == 1 else [])
     if not fitting:
         said = "of a usual quantization" if wanted is None else f"for {wanted!r}"
-        listed = ", ".join(f"{stem}.gguf" for stem in sorted(found)) or "none"
+        listed = ", ".join(f"{stem}.gguf" for stem in sorted(groups)) or "none"
         raise ModelLoadError(f"There is no GGUF file {said}. GGUF files: {listed}.")
     stem = min(fitting, key=lambda stem: (len(stem), stem))
-    return _complete(stem, found[stem])
+    return _complete(stem, groups[stem])
 
 
 def stem_of(name: str) -> str:
@@ -52,17 +52,17 @@ def stem_of(name: str) -> str:
 
 def parts_of(file: Path) -> list[Path]:
     """The files that a file is split into, itself where it is whole. Raises as `choose`."""
-    names = [one.name for one in file.parent.glob("*.gguf")] if _PART.fullmatch(file.name) else []
+    names = [path.name for path in file.parent.glob("*.gguf")] if _PART.fullmatch(file.name) else []
     return [file.with_name(name) for name in choose(names, file.name)] if names else [file]
 
 
 def _grouped(names: Iterable[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for name in sorted(names):
         base = PurePosixPath(name).name
         if name.endswith(".gguf") and not base.lower().startswith(_NO_TEXT_MODEL):
-            found.setdefault(stem_of(name), []).append(name)
-    return found
+            groups.setdefault(stem_of(name), []).append(name)
+    return groups
 
 
 def _quantized(stems: Iterable[str], quantization: str) -> list[str]:

@@ -93,9 +93,9 @@ class _Cursor:
         end = self.place + count
         if end > self.size:
             raise ValueError("it ends within its header")
-        found = self._data[self.place : end]
+        data = self._data[self.place : end]
         self.place = end
-        return found
+        return data
 
     def number(self, layout: str) -> int:
         return struct.unpack(layout, self.bytes(struct.calcsize(layout)))[0]
@@ -139,9 +139,11 @@ def parse_header(data: FileBytes, check: Callable[[str, Any], None] | None = Non
         metadata[key] = cursor.value()
         if check is not None:
             check(key, metadata[key])
-    found = [_tensor(cursor) for _ in range(num_tensors)]
+    unplaced = [_tensor(cursor) for _ in range(num_tensors)]
     start = _data_start(cursor.place, metadata)
-    tensors = sorted((_placed(one, start, cursor.size) for one in found), key=attrgetter("start"))
+    tensors = sorted(
+        (_placed(tensor, start, cursor.size) for tensor in unplaced), key=attrgetter("start")
+    )
     _check_apart(tensors)
     return GgufHeader(metadata, tuple(tensors))
 
@@ -209,6 +211,6 @@ def _check_apart(tensors: list[TensorRange]) -> None:
         if tensor.name in names:
             raise ValueError(f"it holds two tensors {tensor.name}")
         names.add(tensor.name)
-    for one, following in pairwise(tensors):
-        if one.end > following.start:
-            raise ValueError(f"tensors {one.name} and {following.name} overlap")
+    for tensor, following in pairwise(tensors):
+        if tensor.end > following.start:
+            raise ValueError(f"tensors {tensor.name} and {following.name} overlap")

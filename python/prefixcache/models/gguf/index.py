@@ -103,7 +103,7 @@ def write_index(
     which is checked when weights are read, and None if the file belongs to the folder, so that
     nothing replaces it.
     """
-    entries = {one.name: asdict(one) for one in tensors}
+    entries = {tensor.name: asdict(tensor) for tensor in tensors}
     for entry in entries.values():
         del entry["name"]
     (size, digest), *more = parts
@@ -131,15 +131,15 @@ def read_index(folder: Path) -> TensorIndex:
         digest = content["digest"] if "digest" in content else content["sha256"]
         parts = [(content["size"], digest), *content.get("more", ())]
         sizes = [int(size) for size, _ in parts]
-        digests = [None if one is None else str(one) for _, one in parts]
-        for one in tensors:
-            _check_inside(one, sizes[one.part] if 0 <= one.part < len(sizes) else 0)
+        digests = [None if digest is None else str(digest) for _, digest in parts]
+        for tensor in tensors:
+            _check_inside(tensor, sizes[tensor.part] if 0 <= tensor.part < len(sizes) else 0)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelLoadError(f"Cannot read {index}: {error!r}") from error
     files = [folder / weights_file(part) for part in range(len(parts))]
     for file, size, digest in zip(files, sizes, digests, strict=True):
         _check_file(file, size, digest)
-    in_order = sorted(tensors, key=lambda one: (one.part, one.offset))
+    in_order = sorted(tensors, key=lambda tensor: (tensor.part, tensor.offset))
     return TensorIndex(tuple(file.resolve() for file in files), tuple(in_order))
 
 

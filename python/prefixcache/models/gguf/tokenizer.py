@@ -302,12 +302,12 @@ def _merges_of(
 
     Without `scores` a lower id is better.
     """
-    found: list[tuple[float, int, int, int, tuple[str, str]]] = []
+    merges: list[tuple[float, int, int, int, tuple[str, str]]] = []
     for token, i in vocabulary.items():
         rank = float(i) if scores is None else -scores[i]
         for cut in range(1, len(token)):
             pair = (token[:cut], token[cut:])
             if pair[0] in vocabulary and pair[1] in vocabulary:
                 # Of equal ranks the longer first part comes first, as transformers has it.
-                found.append((rank, -cut, cut - len(token), i, pair))
-    return [entry[-1] for entry in sorted(found)]
+                merges.append((rank, -cut, cut - len(token), i, pair))
+    return [entry[-1] for entry in sorted(merges)]

@@ -53,9 +53,9 @@ class PartTable:
 
     def write(self, descriptor: int) -> None:
         """Ends the file with the table. Raises `OSError`."""
-        content = {"facts": dict(self.facts), "parts": [asdict(one) for one in self.parts]}
+        content = {"facts": dict(self.facts), "parts": [asdict(part) for part in self.parts]}
         text = json.dumps(content).encode()
-        end = max((one.end for one in self.parts), default=0)
+        end = max((part.end for part in self.parts), default=0)
         os.ftruncate(descriptor, end)
         os.pwrite(descriptor, text + _END.pack(len(text), _digest(text), _MAGIC), end)
 
@@ -68,7 +68,7 @@ class PartTable:
         if _digest(text) != digest:
             raise ValueError("it has no sound table of this version")
         content = json.loads(text)
-        return cls(content["facts"], [LaidOutPart(**one) for one in content["parts"]])
+        return cls(content["facts"], [LaidOutPart(**part) for part in content["parts"]])
 
 
 def facts_digest(facts: Mapping[str, Any]) -> str:
@@ -78,25 +78,25 @@ def facts_digest(facts: Mapping[str, Any]) -> str:
 
 def hashed(descriptor: int, parts: Sequence[LaidOutPart], threads: int) -> Iterator[LaidOutPart]:
     """The parts with the digests of what lies in the file. Raises `OSError`."""
-    total = sum(one.num_bytes for one in parts)
-    found = _hashed(descriptor, parts, threads)
-    return with_progress("Checking weights", total, found, attrgetter("num_bytes"))
+    total = sum(part.num_bytes for part in parts)
+    hashing = _hashed(descriptor, parts, threads)
+    return with_progress("Checking weights", total, hashing, attrgetter("num_bytes"))
 
 
 def _hashed(descriptor: int, parts: Iterable[LaidOutPart], threads: int) -> Iterator[LaidOutPart]:
     for batch in _batches(parts):
-        ranges = [(one.offset, one.end) for one in batch]
+        ranges = [(part.offset, part.end) for part in batch]
         digests = hash_file_ranges(f"/dev/fd/{descriptor}", ranges, threads)
-        for one, digest in zip(batch, digests, strict=True):
-            yield replace(one, digest=digest.hex())
+        for part, digest in zip(batch, digests, strict=True):
+            yield replace(part, digest=digest.hex())
 
 
 def _batches(parts: Iterable[LaidOutPart]) -> Iterator[list[LaidOutPart]]:
     batch: list[LaidOutPart] = []
     num_bytes = 0
-    for one in parts:
-        batch.append(one)
-        num_bytes += one.num_bytes
+    for part in parts:
+        batch.append(part)
+        num_bytes += part.num_bytes
         if num_bytes >= _BATCH_BYTES:
             yield batch
             batch, num_bytes = [], 0
@@ -108,7 +108,7 @@ def _digest(text: bytes) -> bytes:
 
 
 def _read(descriptor: int, start: int, length: int) -> bytes:
-    found = os.pread(descriptor, length, start) if start >= 0 else b""
-    if len(found) != length:
+    data = os.pread(descriptor, length, start) if start >= 0 else b""
+    if len(data) != length:
         raise ValueError("it is cut short")
-    return found
+    return data

@@ -54,8 +54,8 @@ class WeightsFolder(PrivateFolder):
             return FileState("not finished")
         with self._opened(name) as descriptor:
             table = PartTable.read(descriptor)
-            found = hashed(descriptor, table.parts, 1) if reads else table.parts
-            damaged = sum(map(ne, table.parts, found))
+            actual = hashed(descriptor, table.parts, 1) if reads else table.parts
+            damaged = sum(map(ne, table.parts, actual))
         checked = f", {damaged} of them damaged" if reads else ""
         facts = ", ".join(f"{fact} {value}" for fact, value in table.facts.items())
         return FileState(f"{len(table.parts)} weights{checked}; {facts}", is_damaged=damaged > 0)
@@ -78,14 +78,14 @@ class WeightsFolder(PrivateFolder):
             table = PartTable.read(descriptor)
             _check(descriptor, table, facts, threads)
             file = LaidOutFile(descriptor)
-            for one in table.parts:
-                layer, start = parts[one.name]
-                is_blocks = one.kept_as in QUANT_FORMATS
-                quant_format = cast("QuantFormat", one.kept_as) if is_blocks else None
-                layer.map_laid_out(start, file, one.offset, one.num_bytes, quant_format)
+            for part in table.parts:
+                layer, start = parts[part.name]
+                is_blocks = part.kept_as in QUANT_FORMATS
+                quant_format = cast("QuantFormat", part.kept_as) if is_blocks else None
+                layer.map_laid_out(start, file, part.offset, part.num_bytes, quant_format)
             with suppress(OSError):  # A folder that is read only.
                 os.utime(descriptor)
-        return {one.name for one in table.parts}
+        return {part.name for part in table.parts}
 
     def write(self, facts: Mapping[str, Any], parts: Parts, most_bytes: int, threads: int) -> None:
         """Writes parts to a file that `map` finds.
@@ -199,9 +199,9 @@ def num_bytes_of(parts: Parts) -> int:
 def _check(descriptor: int, table: PartTable, facts: Mapping[str, Any], threads: int) -> None:
     if table.facts != facts:
         raise ValueError("it is of other weights")
-    for one, found in zip(table.parts, hashed(descriptor, table.parts, threads), strict=True):
-        if one != found:
-            raise ValueError(f"{one.name} is damaged")
+    for part, actual in zip(table.parts, hashed(descriptor, table.parts, threads), strict=True):
+        if part != actual:
+            raise ValueError(f"{part.name} is damaged")
 
 
 def _written(descriptor: int, parts: Parts) -> Iterator[LaidOutPart]:

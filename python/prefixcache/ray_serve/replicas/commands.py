@@ -91,10 +91,10 @@ class Commands:
         answers = await self._ask("obey", command, after)
         if not answers:
             raise EngineDeadError("No replica answers.")
-        done = [one for one in answers if isinstance(one, Done)]
+        done = [answer for answer in answers if isinstance(answer, Done)]
         if not done:
             return before, _refusal(answers) or answers[0]
-        self._state = after = after.served_by(one.served for one in done)
+        self._state = after = after.served_by(answer.served for answer in done)
         await self._ask("agree", after)
         return after, done[0]
 
@@ -102,9 +102,9 @@ class Commands:
         """The newest state that anybody remembers; a command cut short is ended for all."""
         if self._state is not None:
             return self._state
-        found = await self._ask("replica_state")
-        state = max(found, key=lambda one: one.number, default=ReplicaState())
-        if found:
+        states = await self._ask("replica_state")
+        state = max(states, key=lambda state: state.number, default=ReplicaState())
+        if states:
             await self._ask("agree", state)
             if state.pause is None:
                 await self._ask("do", Command("resume"))
@@ -122,8 +122,10 @@ class Commands:
 
 def _refusal(answers: Sequence[Any]) -> Refused | None:
     """The first of a replica that is not replaced anyway."""
-    refused = (one for one in answers if isinstance(one, Refused))
-    return next((one for one in refused if not isinstance(one.error, EngineDeadError)), None)
+    refused = (answer for answer in answers if isinstance(answer, Refused))
+    return next(
+        (refusal for refusal in refused if not isinstance(refusal.error, EngineDeadError)), None
+    )
 
 
 class CommandClient:

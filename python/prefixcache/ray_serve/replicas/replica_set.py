@@ -35,14 +35,14 @@ async def ask_all(
     # Ray's way for event loops loses all answers where one is late.
     wait = partial(asked.results, timeout_s=seconds, return_exceptions=True)
     try:
-        found = await asyncio.to_thread(wait)
+        answers = await asyncio.to_thread(wait)
     except (RayError, RayServeException, TimeoutError) as error:
         logger.warning("No replica was asked for %s: %s.", method, type(error).__name__)
         return []
-    for one in found:
-        if isinstance(one, BaseException):
-            logger.warning("A replica did not answer %s: %s.", method, type(one).__name__)
-    return [one for one in found if not isinstance(one, BaseException)]
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            logger.warning("A replica did not answer %s: %s.", method, type(answer).__name__)
+    return [answer for answer in answers if not isinstance(answer, BaseException)]
 
 
 class ReplicaSet:
@@ -79,9 +79,9 @@ def merged_metrics(pages: Sequence[str]) -> str:
     families: dict[str, Metric] = {}
     for page in pages:
         for family in text_string_to_metric_families(page):
-            known = families.setdefault(family.name, family)
-            if known is not family:
-                known.samples += family.samples
+            merged = families.setdefault(family.name, family)
+            if merged is not family:
+                merged.samples += family.samples
     return generate_latest(_Families(families.values())).decode()
 
 

@@ -57,7 +57,7 @@ class ReplicaState:
     def served_by(self, served: Iterable[Served]) -> ReplicaState:
         """As replicas that have done the last command report it, the first one above all."""
         first, *_ = served = [*served]
-        roots = {one.arithmetic: one.root_hash for one in served}
+        roots = {replica.arithmetic: replica.root_hash for replica in served}
         return dataclasses.replace(self, common=first.common, roots=roots)
 
     def with_roots(self, roots: Mapping[str, str]) -> ReplicaState:

@@ -168,20 +168,20 @@ def _load_weights(
 
     What is not is read, for its digest in parallel.
     """
-    known = remembered_checkpoint(folder)
+    remembered = remembered_checkpoint(folder)
     mapped = 0
 
     def restore(made: CpuModel) -> Collection[str]:
         nonlocal mapped
-        if cache is None or known is None:
+        if cache is None or remembered is None:
             return ()
         parts = made.laid_out()
-        names = cache.restore(known.digest, parts)
+        names = cache.restore(remembered.digest, parts)
         mapped = num_bytes_of({name: parts[name] for name in names})
         return names
 
     with ThreadPoolExecutor(1) as digests:
-        reading = digests.submit(lambda: known or read_checkpoint(folder, threads))
+        reading = digests.submit(lambda: remembered or read_checkpoint(folder, threads))
         loaded = load_model(make, model, folder, restore)
         checkpoint = reading.result()
     checkpoint.check_unchanged()

@@ -132,8 +132,10 @@ class CpuModel:
         tied = self._head if config.tie_word_embeddings else None
         self._embedding = self._make_embedding(EMBEDDING, shape.head, tied)
         self._own_inputs = shape.own_inputs and self._make_own_inputs(shape.own_inputs)
-        self._rotated = [one.rotated for one in shape.rotations]
-        self._rotations = [one.tables(one.rotated, max_positions) for one in shape.rotations]
+        self._rotated = [rotation.rotated for rotation in shape.rotations]
+        self._rotations = [
+            rotation.tables(rotation.rotated, max_positions) for rotation in shape.rotations
+        ]
         # Rounded as the weights are: Gemma was trained so. The stream is kept divided.
         rounded = np.array(config.embedding_scale, DTYPES[dtype])
         self._embedding_scale = np.float32(rounded) / np.float32(config.residual_scale)
@@ -147,8 +149,8 @@ class CpuModel:
 
     def laid_out(self) -> dict[str, tuple[PackedLinear, int]]:
         """The weights that lie in layers of the kernels, by name: layer, and first output there."""
-        found = ((name, packed()) for name, packed in self._packed.items())
-        return {name: one for name, one in found if one is not None}
+        layouts = ((name, packed()) for name, packed in self._packed.items())
+        return {name: weights for name, weights in layouts if weights is not None}
 
     def forward(
         self,
@@ -286,7 +288,7 @@ class CpuModel:
             makes=shape.makes,
             gated=shape.gated,
             qk_norm=self._optional_norm(shape.qk_norm),
-            whole_norms=shape.qk_norm is not None and shape.qk_norm.whole,
+            whole_norms=shape.qk_norm is not None and shape.qk_norm.whole_rows,
             value_norm=address(self._ones(shape)) if shape.value_norm else None,
             sinks=self._optional_vector(shape.sinks),
             out=self._linear(shape.out).packed,

@@ -47,7 +47,7 @@ class Sampler:
             return [_output(token, None) for token in self._sampler.likeliest(logits_RV)]
         masks = KnownMasks.of(row.mask for row in rows)
         asked = [_options(row, masks.words.get(r)) for r, row in enumerate(rows)]
-        outputs = [_output(*found) for found in self._sampler.sample(logits_RV, asked)]
+        outputs = [_output(*row) for row in self._sampler.sample(logits_RV, asked)]
         for r, output in masks.unsampled.items():
             outputs[r] = output
         return outputs
@@ -56,8 +56,8 @@ class Sampler:
         self, logits_RV: Logits, followers: TokenIds, count: int
     ) -> tuple[TokenLogprobs, ...]:
         """Of the token that follows each row, [R], and of the `count` likeliest ones."""
-        found = self._sampler.logprobs(logits_RV, followers, count)
-        return tuple(TokenLogprobs(*of_row) for of_row in found)
+        rows = self._sampler.logprobs(logits_RV, followers, count)
+        return tuple(TokenLogprobs(*of_row) for of_row in rows)
 
 
 def _output(token: int | None, logprobs: Found | None) -> SequenceOutput:

@@ -72,8 +72,8 @@ class StepComputer:
             if sequence.prompt_logprobs is not None and outputs[s].error is None:
                 asked = sequence.prompt_logprobs
                 first = indptr[s] + asked.first - sequence.start
-                known = self._logprobs(model, x_TE[first:], asked)
-                outputs[s] = dataclasses.replace(outputs[s], prompt_logprobs=known)
+                logprobs = self._logprobs(model, x_TE[first:], asked)
+                outputs[s] = dataclasses.replace(outputs[s], prompt_logprobs=logprobs)
         for s, pooling in pooling_of(plan):
             pooled = _pooled(model, x_TE[indptr[s + 1] - 1 : indptr[s + 1]], pooling)
             outputs[s] = dataclasses.replace(outputs[s], pooled=pooled)
@@ -81,12 +81,12 @@ class StepComputer:
 
     def compute_nothing(self) -> None:
         """One token of no request, in the null block."""
-        one = ScheduledSequence(request_id="", start=0, num_tokens=1, sampling=None)
+        padding = ScheduledSequence(request_id="", start=0, num_tokens=1, sampling=None)
         for tables in self.block_tables:
             tables.indptr[:2] = 0, 1
             tables.indices[0] = tables.first_pages[0] = tables.slot_mapping[0] = 0
             tables.last_page_len[0] = 1
-        self.compute(StepPlan((one,), np.zeros(1, np.int32), 0))
+        self.compute(StepPlan((padding,), np.zeros(1, np.int32), 0))
 
     def _plan(
         self, kernel: PagedAttention, tables: BlockTableBuffers, indptr: npt.NDArray[np.int32]
@@ -123,12 +123,12 @@ class StepComputer:
     def _logprobs(
         self, model: CpuModel, x_TE: Array, asked: PromptLogprobsInput
     ) -> tuple[TokenLogprobs, ...]:
-        found: list[TokenLogprobs] = []
+        logprobs: list[TokenLogprobs] = []
         for begin in range(0, len(asked.followers), _LOGPROB_ROWS):
             followers = asked.followers[begin : begin + _LOGPROB_ROWS]
             logits_RV = model.compute_logits(x_TE[begin : begin + len(followers)])
-            found += self._sampler.prompt_logprobs(logits_RV, followers, asked.count)
-        return tuple(found)
+            logprobs += self._sampler.prompt_logprobs(logits_RV, followers, asked.count)
+        return tuple(logprobs)
 
 
 def _pooled(model: CpuModel, x_1E: Array, pooling: Pooling) -> npt.NDArray[np.float32]:

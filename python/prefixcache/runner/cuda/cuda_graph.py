@@ -126,8 +126,8 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def _capture(self, size: int, capture: Capture) -> Replay:
-        one = replace(null_batch([1], 1, self._device), num_decodes=1)
-        self._attention.plan_graph([one] * self._attention.num_groups, size)
+        row = replace(null_batch([1], 1, self._device), num_decodes=1)
+        self._attention.plan_graph([row] * self._attention.num_groups, size)
         return capture(lambda: self._step(size))
 
     def _step(self, size: int) -> None:

@@ -108,7 +108,7 @@ class AttentionMixer:
         self._gates = config.num_heads if shape.gated else 0
         # One row a head, so that one call normalises the queries and the keys.
         self._qk_norm = _optional(shape.qk_norm, builder)
-        self._whole_norms = shape.qk_norm is not None and shape.qk_norm.whole
+        self._whole_norms = shape.qk_norm is not None and shape.qk_norm.whole_rows
         self._sinks_H = builder.vector(shape.sinks) if shape.sinks else None
         self.out = builder.linear(shape.out)
 
@@ -423,7 +423,8 @@ class DecoderModel:
             EMBEDDING, shape.head, self._head if config.tie_word_embeddings else None
         )
         self._ropes = [
-            RotaryEmbedding(one, one.rotated, max_positions, self.device) for one in shape.rotations
+            RotaryEmbedding(rotation, rotation.rotated, max_positions, self.device)
+            for rotation in shape.rotations
         ]
         own = shape.own_inputs
         self._own_inputs = None if own is None else OwnInputs(config, own, self._builder)

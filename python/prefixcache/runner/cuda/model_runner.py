@@ -109,9 +109,9 @@ class ModelRunner:
     def _compute(self, plan: StepPlan, batch: Batch) -> StepResults:
         model, inputs = self._weights.loaded, inputs_of(plan)
         rows = [
-            SampledRow(s.request_id, s.start + s.num_tokens + 1 + place - len(asked), one, place)
+            SampledRow(s.request_id, s.start + s.num_tokens + 1 + place - len(asked), row, place)
             for s, asked in zip(plan.sequences, inputs, strict=True)
-            for place, one in enumerate(asked)
+            for place, row in enumerate(asked)
         ]
         pooling = dict(pooling_of(plan))
         if self.graphs is not None and not pooling and self.graphs.decodes.fits(batch):
@@ -135,15 +135,15 @@ class ModelRunner:
     def _prompt_logprobs(
         self, plan: StepPlan, hidden_TE: Tensor
     ) -> dict[int, list[PackedLogprobs]]:
-        found: dict[int, list[PackedLogprobs]] = {}
+        logprobs: dict[int, list[PackedLogprobs]] = {}
         first = 0
         for index, sequence in enumerate(plan.sequences):
             asked = sequence.prompt_logprobs
             if asked is not None:
                 rows_RE = hidden_TE[first + asked.first - sequence.start :]
-                found[index] = self._logprobs_of(asked, rows_RE)
+                logprobs[index] = self._logprobs_of(asked, rows_RE)
             first += sequence.num_tokens
-        return found
+        return logprobs
 
     def _logprobs_of(self, asked: PromptLogprobsInput, hidden_RE: Tensor) -> list[PackedLogprobs]:
         """A few rows at a time: all logits of a long prompt would not fit into memory."""

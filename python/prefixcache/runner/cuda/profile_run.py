@@ -50,8 +50,8 @@ def run_largest_step(
 
 def _split(total: int, most: int) -> list[int]:
     """`total` in parts of `most`, and what is left."""
-    whole, rest = divmod(total, most)
-    return [most] * whole + ([rest] if rest else [])
+    full, rest = divmod(total, most)
+    return [most] * full + ([rest] if rest else [])
 
 
 def null_batch(lengths: list[int], block_size: int, device: torch.device) -> AttentionBatch:

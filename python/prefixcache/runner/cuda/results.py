@@ -59,9 +59,9 @@ class StepResults:
         parts = (numbers[a:b] for a, b in itertools.pairwise([0, *self._ends]))
         outputs = outputs_of(self._inputs, self._sampled.outputs(parts))
         for index, pieces in self._prompt_logprobs.items():
-            known = tuple(one for piece in pieces for one in piece.unpack(next(parts)))
+            logprobs = tuple(logprobs for piece in pieces for logprobs in piece.unpack(next(parts)))
             if outputs[index].error is None:
-                outputs[index] = dataclasses.replace(outputs[index], prompt_logprobs=known)
+                outputs[index] = dataclasses.replace(outputs[index], prompt_logprobs=logprobs)
         for index in self._pooled:
             row = next(parts).view(np.float64).astype(np.float32)
             outputs[index] = dataclasses.replace(outputs[index], pooled=row)

@@ -100,7 +100,7 @@ class TorchRunner:
         checkpoint.check_unchanged()
         make = partial(DecoderModel, model, Ops(dtype, device), max_model_len)
         weights = ReplaceableModel(
-            loaded, make, checkpoint, requantize=config.requantize, take=given_tensor
+            loaded, make, checkpoint, requantize=config.requantize, convert=given_tensor
         )
         self.kv = kv_tensors(config, loaded, attention, sizes.start, sizes=sizes)
         self._specs = KVSpecs(self.kv.layout, sizes)

@@ -96,14 +96,14 @@ def schema_problem(grammar: str, error: str) -> tuple[str, str] | None:
 
     None where it is about another part of the grammar.
     """
-    found = _PLACE.search(error)
+    place = _PLACE.search(error)
     lines = grammar.splitlines()
-    if found is None or int(found[1]) > len(lines):
+    if place is None or int(place[1]) > len(lines):
         return None
-    rule = _SCHEMA_RULE.match(lines[int(found[1]) - 1])
-    return rule and (f"tools[{rule[1]}].function.parameters", found[2])
+    rule = _SCHEMA_RULE.match(lines[int(place[1]) - 1])
+    return rule and (f"tools[{rule[1]}].function.parameters", place[2])
 
 
 def escaped(regex: str) -> str:
     """Without what would end the expression in Lark: a slash, a line break."""
-    return _ENDS_REGEX.sub(lambda found: _ESCAPES.get(found.group(), found.group()), regex)
+    return _ENDS_REGEX.sub(lambda escape: _ESCAPES.get(escape.group(), escape.group()), regex)

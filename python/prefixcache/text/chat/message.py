@@ -64,12 +64,12 @@ class CallDeltas:
 
     def taken(self) -> tuple[ToolCallDelta, ...]:
         """What came since this was last asked for, in one piece for neighbours of one call."""
-        found, self._found = self._found, []
-        if len(found) < 2:
-            return tuple(found)
-        calls = ([*of_one] for _, of_one in itertools.groupby(found, attrgetter("index")))
+        pieces, self._found = self._found, []
+        if len(pieces) < 2:
+            return tuple(pieces)
+        calls = ([*of_one] for _, of_one in itertools.groupby(pieces, attrgetter("index")))
         return tuple(
-            dataclasses.replace(call[0], arguments="".join(one.arguments for one in call))
+            dataclasses.replace(call[0], arguments="".join(piece.arguments for piece in call))
             for call in calls
         )
 
@@ -179,11 +179,11 @@ class Message:
             part.logprobs += released
         elif delta:
             self._pending = []
-        for one in delta.tool_calls:
-            if one.name is not None:
-                self.tool_calls.append(ToolCall(one.id or "", one.name))
+        for piece in delta.tool_calls:
+            if piece.name is not None:
+                self.tool_calls.append(ToolCall(piece.id or "", piece.name))
                 self._parts.append(self.tool_calls[-1])
-            self.tool_calls[one.index].add(one.arguments)
+            self.tool_calls[piece.index].add(piece.arguments)
         return released
 
     def parts(self) -> Iterator[tuple[MessageDelta, Sequence[TokenLogprobs]]]:

@@ -36,11 +36,11 @@ def text_of(values: Values, name: str, field: str) -> str:
     return value
 
 
-def word_of(values: Values, name: str, known: Iterable[str], field: str) -> str:
-    """A member that must be one of the words `known`."""
+def word_of(values: Values, name: str, words: Iterable[str], field: str) -> str:
+    """A member that must be one of the words `words`."""
     value = values.get(name)
-    if not isinstance(value, str) or value not in known:
-        raise wrong(f"{field}.{name}", f"must be one of {', '.join(known)}, got {shown(value)}")
+    if not isinstance(value, str) or value not in words:
+        raise wrong(f"{field}.{name}", f"must be one of {', '.join(words)}, got {shown(value)}")
     return value
 
 

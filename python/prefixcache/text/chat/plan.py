@@ -96,9 +96,9 @@ class ChatFormat:
         self._developer = "developer" if knows_developer else "system"
         self._is_harmony = _speaks_harmony(template, tool_call_parser, reasoning_parser)
         self._stop_token_ids = tuple(
-            tokenizer.added_token_ids[one]
-            for one in _HARMONY_ENDS
-            if self._is_harmony and one in tokenizer.added_token_ids
+            tokenizer.added_token_ids[marker]
+            for marker in _HARMONY_ENDS
+            if self._is_harmony and marker in tokenizer.added_token_ids
         )
         self._tools = self._tool_format(tool_call_parser)
         self._writer = template and PromptWriter(template, self._tools, is_harmony=self._is_harmony)
@@ -117,10 +117,10 @@ class ChatFormat:
                     "are not to be expected; tool_call_parser must be auto or smollm2."
                 )
             return SMOLLM2
-        known = detected_format(self._template.for_tools)
-        if name in TOOL_FORMATS and (known is None or known.name != name):
+        detected = detected_format(self._template.for_tools)
+        if name in TOOL_FORMATS and (detected is None or detected.name != name):
             return TOOL_FORMATS[name]
-        return known
+        return detected
 
     def _response_template(
         self, tokenizer: Tokenizer, name: ToolCallParserName
@@ -258,7 +258,7 @@ def _speaks_harmony(
     Raises `ModelLoadError` where a parser is named that reads them and the template shows none.
     """
     signs = ("<|channel|>", "<|message|>", "<|call|>")
-    shown = template is not None and all(one in template.source for one in signs)
+    shown = template is not None and all(sign in template.source for sign in signs)
     if not shown and (calls == "openai" or reasoning == "openai_gptoss"):
         raise ModelLoadError(
             "The model's chat template has no channels, so answers in the form of gpt-oss are not "

@@ -63,7 +63,7 @@ class PromptWriter:
             messages = rewrite(messages)
         if self._template.shows_tools:
             if self._tools is not None and "tool_calls" not in self._template.for_tools:
-                messages = [with_calls_as_text(one, self._tools) for one in messages]
+                messages = [with_calls_as_text(message, self._tools) for message in messages]
             if self._tools is not None and not self._tools.many:
                 messages = single_calls(messages)
             needs = self._needs_parameters
@@ -84,10 +84,10 @@ def _takes_system_messages(template: ChatTemplate) -> bool:
 
 def _with_thinking(messages: list[_Message]) -> list[_Message]:
     """Some templates name the reasoning of earlier answers so."""
-    thoughts = [one.get("reasoning_content") for one in messages]
+    thoughts = [message.get("reasoning_content") for message in messages]
     return [
-        {**one, "thinking": thought} if thought else one
-        for one, thought in zip(messages, thoughts, strict=True)
+        {**message, "thinking": thought} if thought else message
+        for message, thought in zip(messages, thoughts, strict=True)
     ]
 
 
@@ -111,16 +111,16 @@ def _in_parts(message: _Message) -> _Message:
 def _with_responses(messages: list[_Message]) -> list[_Message]:
     """Gemma 4's first templates read results, and what follows, in the message of the calls."""
     written: list[_Message] = []
-    for one in messages:
+    for message in messages:
         before = written[-1] if written else {}
-        role = one.get("role")
+        role = message.get("role")
         if role == "tool" and before.get("tool_calls"):
-            response = {"name": one["name"], "response": one["content"]}
+            response = {"name": message["name"], "response": message["content"]}
             before["tool_responses"] = [*before.get("tool_responses", ()), response]
-        elif role == "assistant" and before.get("tool_responses") and not one.get("tool_calls"):
-            before["content"] = "\n".join(filter(None, (before["content"], one["content"])))
+        elif role == "assistant" and before.get("tool_responses") and not message.get("tool_calls"):
+            before["content"] = "\n".join(filter(None, (before["content"], message["content"])))
         else:
-            written.append({**one})
+            written.append({**message})
     return written
 
 

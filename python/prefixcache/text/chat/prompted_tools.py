@@ -74,7 +74,7 @@ def phi_messages(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -
 def _with_tools(messages: _Messages, tools: Sequence[Tool], role: str) -> _Messages:
     """In the first question, or in a system message at the beginning."""
     text = _INSTRUCTIONS.format(tools=_json([tool.spec for tool in tools]))
-    at = next((i for i, one in enumerate(messages) if one.get("role") == role), None)
+    at = next((i for i, message in enumerate(messages) if message.get("role") == role), None)
     if at is None or (at and role == "system"):
         return [{"role": role, "content": text}, *messages]
     said = messages[at].get("content", "")

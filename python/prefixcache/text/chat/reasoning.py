@@ -41,8 +41,8 @@ class ReasoningFormat:
 
 QWEN3 = ReasoningFormat("qwen3")
 REASONING_FORMATS = {
-    one.name: one
-    for one in (
+    form.name: form
+    for form in (
         ReasoningFormat(
             "granite_thinking", content_opening="<response>", content_closing="</response>"
         ),
@@ -69,11 +69,11 @@ def detected_reasoning(template: str) -> ReasoningFormat | None:
     """The format of a model whose chat template is this."""
     # Granite's template names both markers of content together.
     signs = (
-        (one, one.content_opening and f"{one.content_opening}{one.content_closing}")
-        for one in REASONING_FORMATS.values()
+        (form, form.content_opening and f"{form.content_opening}{form.content_closing}")
+        for form in REASONING_FORMATS.values()
     )
-    found = (one for one, content in signs if one.closing in template and content in template)
-    return next(found, None)
+    matching = (form for form, content in signs if form.closing in template and content in template)
+    return next(matching, None)
 
 
 @dataclass(frozen=True, slots=True)

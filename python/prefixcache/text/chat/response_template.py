@@ -93,8 +93,11 @@ class ResponseTemplateParser:
     def _read_calls(self, value: object) -> bool:
         """Takes calls; False, and none, where one names no function."""
         listed = cast("list[Any]", value if isinstance(value, list) else [value])
-        functions = [one.get("function") if isinstance(one, dict) else None for one in listed]
-        if not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in functions):
+        functions = [tool.get("function") if isinstance(tool, dict) else None for tool in listed]
+        if not all(
+            isinstance(function, dict) and isinstance(function.get("name"), str)
+            for function in functions
+        ):
             return False
         for function in cast("list[dict[str, Any]]", functions):
             arguments = json.dumps(function.get("arguments") or {}, ensure_ascii=False)

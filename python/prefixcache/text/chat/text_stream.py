@@ -65,11 +65,11 @@ class TextStream:
 
         What may become a marker stays.
         """
-        places = [(at, one) for one in markers if (at := self._text.find(one)) >= 0]
+        places = [(at, marker) for marker in markers if (at := self._text.find(marker)) >= 0]
         if places:
             at, marker = min(places)
             return self.take(at), self.take(len(marker))
-        held = 0 if self.ended else max(_overlap(self._text, one) for one in markers)
+        held = 0 if self.ended else max(_overlap(self._text, marker) for marker in markers)
         return self.take(len(self._text) - held), ""
 
     def rest(self) -> str:
@@ -128,28 +128,28 @@ class TextStream:
 
         At the end it is empty.
         """
-        while (found := pattern.search(self._text)) is None:
+        while (match := pattern.search(self._text)) is None:
             if self._text:
                 sink(self.take(len(self._text)))
             if not (yield from self.more()):
                 return ""
-        if found.start():
-            sink(self.take(found.start()))
-        return found.group()
+        if match.start():
+            sink(self.take(match.start()))
+        return match.group()
 
     def line_before(self, marker: str, sink: Sink) -> Reading[bool]:
         """Passes on what comes before `marker`, less one line break there; False if it never comes.
 
         Neither is read.
         """
-        while (found := self._text.find(marker)) < 0:
+        while (index := self._text.find(marker)) < 0:
             held = max(_overlap(self._text, marker), _overlap(self._text, f"\n{marker}"))
             if held < len(self._text):
                 sink(self.take(len(self._text) - held))
             if not (yield from self.more()):
                 sink(self.take(len(self._text)))
                 return False
-        sink(self.take(found - self._text.endswith("\n", 0, found)))
+        sink(self.take(index - self._text.endswith("\n", 0, index)))
         return True
 
     def until(self, marker: str, sink: Sink) -> Reading[bool]:
@@ -158,12 +158,12 @@ class TextStream:
         Neither is read. What may become them is held back.
         """
         while True:
-            found = self._text.find(marker)
-            end = found if found >= 0 else len(self._text) - _overlap(self._text, marker)
-            whole = len(self._text[:end].rstrip())
-            if whole:
-                sink(self.take(whole))
-            if found >= 0:
+            index = self._text.find(marker)
+            end = index if index >= 0 else len(self._text) - _overlap(self._text, marker)
+            length = len(self._text[:end].rstrip())
+            if length:
+                sink(self.take(length))
+            if index >= 0:
                 return True
             if not (yield from self.more()):
                 sink(self.take(len(self._text)))
@@ -201,16 +201,16 @@ class _Nesting:
         position = 0
         while not self.closed:
             pattern = _IN_STRING if self._in_string else _STRUCTURE
-            found = pattern.search(text, position)
-            if found is None:
+            match = pattern.search(text, position)
+            if match is None:
                 return len(text)
-            if found.group() == "\\":
-                if found.end() == len(text):
-                    return found.start()
-                position = found.end() + 1
+            if match.group() == "\\":
+                if match.end() == len(text):
+                    return match.start()
+                position = match.end() + 1
             else:
-                self._pass(found.group())
-                position = found.end()
+                self._pass(match.group())
+                position = match.end()
         return position
 
     def _pass(self, character: str) -> None:

@@ -60,15 +60,15 @@ def read_tool_use(
     Without one it is "auto". Raises `InvalidRequestError`, naming the field, for a tool that is no
     function, names that are wrong or come twice, and a choice that no tool fits.
     """
-    known = _read_tools(tools or ())
+    listed = _read_tools(tools or ())
     mode, names = _read_choice(choice)
-    if not known:
+    if not listed:
         if mode == "required":
             raise wrong("tool_choice", "needs tools to choose from")
         return NO_TOOLS
-    callable_tools = known if names is None else _chosen(known, names)
-    one = isinstance(choice, Mapping) and choice.get("type") == "function"
-    return ToolUse(known, callable_tools, mode, parallel and not one)
+    callable_tools = listed if names is None else _chosen(listed, names)
+    is_named = isinstance(choice, Mapping) and choice.get("type") == "function"
+    return ToolUse(listed, callable_tools, mode, parallel and not is_named)
 
 
 def shown_tool(index: int, spec: Mapping[str, Any]) -> Tool:
@@ -148,8 +148,8 @@ def _name_of(value: object, field: str) -> str:
     return text_of(function, "name", f"{field}.function")
 
 
-def _chosen(known: Sequence[Tool], names: Collection[str]) -> tuple[Tool, ...]:
-    by_name = {tool.name: tool for tool in known}
+def _chosen(tools: Sequence[Tool], names: Collection[str]) -> tuple[Tool, ...]:
+    by_name = {tool.name: tool for tool in tools}
     missing = next((name for name in names if name not in by_name), None)
     if missing is not None:
         raise wrong("tool_choice", f"names {shown(missing)}, which is none of tools")

@@ -115,8 +115,8 @@ class AnswerMatcher:
         """Takes sampled tokens; what may follow the last one is worked out from now on."""
         followed = [token_id for token_id in token_ids if token_id not in self._ends]
         if followed:
-            self._track.is_known = known = threading.Event()
-            follow = partial(self._track.follow, followed, known)
+            self._track.is_known = event = threading.Event()
+            follow = partial(self._track.follow, followed, event)
             self._grammar.workers.put(follow, self._grammar.latency)
 
     def draft_masks(
@@ -126,11 +126,11 @@ class AnswerMatcher:
 
         A mask stays unknown after a guess that the grammar does not allow.
         """
-        found = _DraftWords(self._track)
-        self._grammar.workers.put(partial(found.follow, drafts), self._grammar.latency)
+        words = _DraftWords(self._track)
+        self._grammar.workers.put(partial(words.follow, drafts), self._grammar.latency)
         return [
             _DraftMask(
-                found, index, partial(self._wanted, unwanted=(*of_one, *self._always_unwanted))
+                words, index, partial(self._wanted, unwanted=(*of_one, *self._always_unwanted))
             )
             for index, of_one in enumerate(unwanted)
         ]
@@ -208,7 +208,7 @@ class _Track:
         self.is_known = threading.Event()
         self.is_known.set()
 
-    def follow(self, token_ids: Sequence[int], known: threading.Event) -> None:
+    def follow(self, token_ids: Sequence[int], event: threading.Event) -> None:
         """Follows more tokens, and notes how long it took."""
         begun = time.thread_time()
         try:
@@ -219,7 +219,7 @@ class _Track:
         except BaseException as error:  # noqa: BLE001 - a panic of llguidance is this answer's alone
             self.error = str(error) or repr(error)
         self._grammar.latency.observe(time.thread_time() - begun)
-        known.set()
+        event.set()
 
     def copy(self) -> _Track:
         """Another one at the same place. From any thread."""
@@ -288,12 +288,14 @@ class _DraftWords:
 class _DraftMask:
     """A `TokenMask` for the token after one of the guesses."""
 
-    found: _DraftWords
+    draft_words: _DraftWords
     index: int
     wanted: Callable[[Words], Words]
 
     def words(self, seconds: float) -> Words | None:
         """See `TokenMask.words`."""
-        if not self.found.is_known.wait(max(seconds, 0)) or self.index >= len(self.found.words):
+        if not self.draft_words.is_known.wait(max(seconds, 0)) or self.index >= len(
+            self.draft_words.words
+        ):
             return None
-        return self.wanted(self.found.words[self.index])
+        return self.wanted(self.draft_words.words[self.index])

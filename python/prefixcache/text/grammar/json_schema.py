@@ -32,8 +32,8 @@ _MOST_DIFFERENT = 5
 
 def known_schema(schema: Mapping[str, Any]) -> Schema:
     """The schema, and all that stand in it, written otherwise where that is needed."""
-    known = {name: _inner(name, value) for name, value in schema.items()}
-    return _without_not(_without_unique_items(_without_unevaluated(known)))
+    supported = {name: _inner(name, value) for name, value in schema.items()}
+    return _without_not(_without_unique_items(_without_unevaluated(supported)))
 
 
 def _without_unevaluated(schema: Schema) -> Schema:
@@ -46,9 +46,9 @@ def _without_unevaluated(schema: Schema) -> Schema:
 
 def _inner(name: str, value: Any) -> Any:
     if name in _NAMED and isinstance(value, dict):
-        return {key: _known(one) for key, one in cast("Schema", value).items()}
+        return {key: _known(inner) for key, inner in cast("Schema", value).items()}
     if name in _LISTED and isinstance(value, list):
-        return [_known(one) for one in cast("list[Any]", value)]
+        return [_known(item) for item in cast("list[Any]", value)]
     return _known(value) if name in _SINGLE else value
 
 
@@ -68,7 +68,7 @@ def _without_unique_items(schema: Schema) -> Schema:
     if len(choices) > _MOST_DIFFERENT or not isinstance(least, int):
         return schema
     lengths = range(least, most + 1)
-    lists = [[*one] for n in lengths for one in itertools.permutations(choices, n)]
+    lists = [[*arrangement] for n in lengths for arrangement in itertools.permutations(choices, n)]
     others = {"type", "items", "minItems", "maxItems"}
     return {**{name: rest[name] for name in rest.keys() - others}, "enum": lists}
 
@@ -117,7 +117,7 @@ def _of_other_type(schema: Schema, rest: Schema, excluded: object) -> Schema:
     if "integer" in gone and "number" in allowed and "number" not in gone:
         return schema  # numbers that are no integers
     gone = [*gone, "integer"] if "number" in gone else gone
-    left = [one for one in allowed if one not in gone]
+    left = [choice for choice in allowed if choice not in gone]
     return {**rest, "type": left} if left else schema
 
 
@@ -126,7 +126,7 @@ def _of_other_text(schema: Schema, rest: Schema, excluded: object) -> Schema:
     if not _all_texts(values) or not _all_texts(excluded):
         return schema
     gone = set(cast("list[str]", excluded))
-    left = [one for one in cast("list[str]", values) if one not in gone]
+    left = [choice for choice in cast("list[str]", values) if choice not in gone]
     return {**rest, "enum": left} if left else schema
 
 
@@ -134,5 +134,5 @@ def _all_texts(values: object) -> bool:
     return (
         isinstance(values, list)
         and bool(values)
-        and all(isinstance(one, str) for one in cast("Sequence[object]", values))
+        and all(isinstance(entry, str) for entry in cast("Sequence[object]", values))
     )

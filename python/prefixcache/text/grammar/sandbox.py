@@ -289,15 +289,15 @@ class _Longest:
         self._longest = max(map(len, tokens), default=1)
 
     def __call__(self, text: str) -> list[int]:
-        rest, found = text.encode(), list[int]()
+        rest, token_ids = text.encode(), list[int]()
         while rest:
             lengths = range(min(self._longest, len(rest)), 0, -1)
             length = next((n for n in lengths if rest[:n] in self._ids), None)
             if length is None:
-                return found
-            found.append(self._ids[rest[:length]])
+                return token_ids
+            token_ids.append(self._ids[rest[:length]])
             rest = rest[length:]
-        return found
+        return token_ids
 
 
 if __name__ == "__main__":

@@ -109,8 +109,8 @@ class ChatTemplate:
         if not isinstance(content, str):
             raise wrong("continue_final_message", "needs a final message with text")
         marked = [*messages[:-1], {**messages[-1], "content": content + _CUT}]
-        head, found, tail = self._render(marked, False, variables).rpartition(_CUT.rstrip())
-        if not found or content.strip() not in head:
+        head, cut, tail = self._render(marked, False, variables).rpartition(_CUT.rstrip())
+        if not cut or content.strip() not in head:
             raise InvalidRequestError(
                 "The chat template does not show the final message as it is.",
                 param="continue_final_message",

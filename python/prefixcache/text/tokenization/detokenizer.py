@@ -108,9 +108,9 @@ class _HeldBack:
             return ""
         before = len(self._held)
         self._held += text
-        found = self._stream.push(text)
-        if found is not None and may_end:
-            start, index = found
+        stop = self._stream.push(text)
+        if stop is not None and may_end:
+            start, index = stop
             return self._end_at(before + start, self._texts[index])
         return self._release(len(self._held) - self._stream.num_held)
 

@@ -104,7 +104,7 @@ class Tokenizer:
         encoded = self._backend.encode_batch_fast(
             list(texts), add_special_tokens=add_special_tokens
         )
-        return [as_token_ids(np.array(one.ids, dtype=np.int32)) for one in encoded]
+        return [as_token_ids(np.array(encoding.ids, dtype=np.int32)) for encoding in encoded]
 
     def encode_marked(
         self,
@@ -184,8 +184,8 @@ def with_bad_words(params: SamplingParams, tokenizer: Tokenizer) -> SamplingPara
         for alone, behind in pairs
         if alone and len(behind) == len(alone) and behind[0] != alone[0]
     ]
-    found = (*params.bad_words_token_ids, *filter(None, plain), *others)
-    return dataclasses.replace(params, bad_words_token_ids=tuple(dict.fromkeys(found)))
+    sequences = (*params.bad_words_token_ids, *filter(None, plain), *others)
+    return dataclasses.replace(params, bad_words_token_ids=tuple(dict.fromkeys(sequences)))
 
 
 def _encoded(tokenizer: Tokenizer, words: list[str]) -> list[tuple[int, ...]]:
@@ -209,8 +209,8 @@ class _TokenBytes(dict[int, bytes]):
         if token is None:
             return b""
         text = self._text(token_id)
-        found = self._spelled(token, token_id) if _REPLACEMENT in text else text.encode()
-        return self.setdefault(token_id, found)
+        spelling = self._spelled(token, token_id) if _REPLACEMENT in text else text.encode()
+        return self.setdefault(token_id, spelling)
 
     def _text(self, token_id: int) -> str:
         """Decoded after plain text, since decoders treat the start of a text in their own way."""
@@ -294,9 +294,9 @@ def _token_text(value: object) -> str | None:
 
 def _mark_special(backend: _Backend, tokens: Iterable[str]) -> None:
     """Named tokens are special even where `tokenizer.json` forgot to say so."""
-    known = {
+    special = {
         token.content for token in backend.get_added_tokens_decoder().values() if token.special
     }
-    missing = [token for token in dict.fromkeys(tokens) if token not in known]
+    missing = [token for token in dict.fromkeys(tokens) if token not in special]
     if missing:
         backend.add_special_tokens([AddedToken(token, special=True) for token in missing])

@@ -86,7 +86,7 @@ class _Player:
             record = await self._ask(session, number, prompt)
             if record is None:
                 # Those of the turns behind it are not sent.
-                self._on_done(1 + sum(one.num_requests for one in session.turns[number + 1 :]))
+                self._on_done(1 + sum(later.num_requests for later in session.turns[number + 1 :]))
                 return None
             if continues:
                 answer = self._form.answer(record.output)
@@ -96,7 +96,7 @@ class _Player:
     async def _added(self, turn: Turn) -> Content:
         """What a turn adds, once its sub-sessions have run and its pause is over."""
         plays = [self.play(sub, is_sub=True) for sub in turn.sub_sessions]
-        answers = [one for one in await side_by_side(plays) if one is not None]
+        answers = [session for session in await side_by_side(plays) if session is not None]
         await asyncio.sleep(turn.pause)
         return self._form.join([*answers, self._form.draw(turn.adds, self._seed)])
 

@@ -26,10 +26,10 @@ def run_facts(command: str | None = None) -> dict[str, Any]:
     }
 
 
-def write_record(path: Path | None, command: str | None = None, **found: Any) -> None:
+def write_record(path: Path | None, command: str | None = None, **results: Any) -> None:
     """Writes what a bench found, behind its `run_facts`; nothing without a path."""
     if path is not None:
-        path.write_text(json.dumps(run_facts(command) | found) + "\n")
+        path.write_text(json.dumps(run_facts(command) | results) + "\n")
 
 
 def now() -> str:

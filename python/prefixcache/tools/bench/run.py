@@ -33,10 +33,10 @@ Runs = dict[str, list[Run]]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is sent in each run: sessions that are known beforehand, or those of a trace."""
+    """What is sent in each run: sessions that are `fixed` beforehand, or those of a trace."""
 
     config: WorkloadConfig
-    known: tuple[Session, ...] | None
+    fixed: tuple[Session, ...] | None
     first: Session
 
     @classmethod
@@ -44,26 +44,26 @@ class Work:
         """Raises `BenchmarkError` for a trace that cannot be read."""
         if config.workload == "trace":
             return cls(config, None, next(trace_sessions(config)))
-        known = tuple(make_sessions(config))
-        return cls(config, known, known[0])
+        sessions = tuple(make_sessions(config))
+        return cls(config, sessions, sessions[0])
 
     @property
     def num_requests(self) -> int | None:
         """Requests of a run; of a trace the most, or None where nobody knows."""
-        if self.known is None:
+        if self.fixed is None:
             return self.config.num_requests
-        return sum(session.num_requests for session in self.known)
+        return sum(session.num_requests for session in self.fixed)
 
     @property
     def longest(self) -> int | None:
         """Tokens of the longest prompt with its answer; None for a trace."""
-        if self.known is None:
+        if self.fixed is None:
             return None
-        return max(one.longest for session in self.known for one in session.family())
+        return max(member.longest for session in self.fixed for member in session.family())
 
     def sessions(self) -> Iterator[Session]:
         """For one run."""
-        return trace_sessions(self.config) if self.known is None else iter(self.known)
+        return trace_sessions(self.config) if self.fixed is None else iter(self.fixed)
 
 
 async def run_bench(
@@ -102,7 +102,7 @@ class _Bench:
         self._work = work
         self._targets = targets
         self._on_done = on_done
-        self._limit = options.load.limit(is_recorded=work.known is None)
+        self._limit = options.load.limit(is_recorded=work.fixed is None)
         self._nonce = secrets.token_hex(4)
         self.runs: Runs = {name: [] for name in targets}
         self.remarks = list(next(iter(targets.values())).remarks)
@@ -229,7 +229,7 @@ def _room(options: BenchOptions, work: Work) -> dict[str, int]:
 
     So nothing is preempted and nothing evicted that comes again. For a trace the engine decides.
     """
-    if work.known is None or work.longest is None:
+    if work.fixed is None or work.longest is None:
         return {}
     config = EngineConfig.from_flags(
         **{name: value for name, value in options.flags.items() if name in ("model", "revision")}
@@ -239,9 +239,9 @@ def _room(options: BenchOptions, work: Work) -> dict[str, int]:
     if model.states is not None or options.flags.get("kv_cache_memory") is not None:
         return {"max_model_len": work.longest}  # Its states, or the flag, decide how many fit.
     block_size = options.flags.get("block_size") or CacheConfig().block_size
-    running = min(options.load.limit(is_recorded=False) or len(work.known), len(work.known))
-    largest = max(_family_len(session) for session in work.known)
-    blocks = running * (-(-largest // block_size) + 1) + _shared_len(work.known) // block_size + 1
+    running = min(options.load.limit(is_recorded=False) or len(work.fixed), len(work.fixed))
+    largest = max(_family_len(session) for session in work.fixed)
+    blocks = running * (-(-largest // block_size) + 1) + _shared_len(work.fixed) // block_size + 1
     return {"num_blocks": blocks, "max_model_len": work.longest}
 
 
@@ -263,7 +263,7 @@ def _family_len(session: Session) -> int:
 
 def _shared_len(sessions: Sequence[Session]) -> int:
     """Tokens of the texts that several sessions hold, each counted once."""
-    family = [one for session in sessions for one in session.family()]
-    texts = [set(chain(one.opening, *(turn.adds for turn in one.turns))) for one in family]
+    family = [member for session in sessions for member in session.family()]
+    texts = [set(chain(member.opening, *(turn.adds for turn in member.turns))) for member in family]
     counts = Counter(chain.from_iterable(texts))
     return sum(text.length for text, count in counts.items() if count > 1)

@@ -105,9 +105,9 @@ async def _announced(process: asyncio.subprocess.Process) -> str | None:
     """The address that the server tells when it is ready, or None when it ends before."""
     assert process.stdout is not None
     async for line in process.stdout:
-        found = re.search(r"http://127\.0\.0\.1:\d+", line.decode())
-        if found:
-            return found[0]
+        address = re.search(r"http://127\.0\.0\.1:\d+", line.decode())
+        if address:
+            return address[0]
     return None
 
 

@@ -39,7 +39,7 @@ class Turn:
     @property
     def grows_by(self) -> int:
         """Tokens by which context and answer grow."""
-        answers = sum(one.turns[-1].output_len for one in self.sub_sessions)
+        answers = sum(below.turns[-1].output_len for below in self.sub_sessions)
         return sum(text.length for text in self.adds) + answers + self.output_len
 
 
@@ -75,4 +75,4 @@ class Session:
     def family(self) -> list[Session]:
         """The session, its sub-sessions and theirs."""
         below = [sub for turn in self.turns for sub in turn.sub_sessions]
-        return [self, *(one for sub in below for one in sub.family())]
+        return [self, *(member for sub in below for member in sub.family())]

@@ -254,10 +254,10 @@ async def connect(
     forms: Sequence[FormName] = (form,) if form else get_args(FormName)
     refused = ""
     for name, fields in itertools.product(forms, (_EXTRAS, {})):
-        found = await _connect_as(client, card, name, fields)
-        if isinstance(found, HttpTarget):
-            return found
-        refused = found
+        target = await _connect_as(client, card, name, fields)
+        if isinstance(target, HttpTarget):
+            return target
+        refused = target
     raise BenchmarkError(f"{client.base_url} takes no prompts: {refused}")
 
 
@@ -294,11 +294,11 @@ async def _card(client: httpx.AsyncClient, model: str | None) -> dict[str, Any]:
         cards = {}
     if not cards:
         raise BenchmarkError(f"{reply.request.url} names no model: {reply.text[:200]!r}")
-    found = next(iter(cards)) if model is None else model
-    if found not in cards:
+    name = next(iter(cards)) if model is None else model
+    if name not in cards:
         names = ", ".join(cards)
         raise BenchmarkError(f"{client.base_url} does not serve {model}; it serves {names}.")
-    return cards[found]
+    return cards[name]
 
 
 async def _form(client: httpx.AsyncClient, name: FormName, model: str) -> PromptForm:

@@ -56,7 +56,7 @@ def _session(
     begin, end = batch["indptr"][row : row + 2].tolist()
     block_len, tail = config.scaled(block_size), int(batch["input_tokens"][row])
     tail -= (end - begin) * block_size
-    blocks = [Text(("block", one), block_len) for one in batch["block_ids"][begin:end].tolist()]
+    blocks = [Text(("block", block), block_len) for block in batch["block_ids"][begin:end].tolist()]
     if tail > 0 or not blocks:
         blocks.append(Text(("tail", number), config.scaled(max(1, tail))))
     turn = Turn(

@@ -51,10 +51,10 @@ def compared(options: ReplayOptions) -> ReplayOptions:
 
 def verdict(trace: TraceResult) -> str:
     """What the second of a trace's two rows brings, in one sentence."""
-    one, other = trace.rows
-    gain = _gain(trace, one, other)
-    change = _change(one, other)
-    effect = _effect(trace, one, other)
+    first, other = trace.rows
+    gain = _gain(trace, first, other)
+    change = _change(first, other)
+    effect = _effect(trace, first, other)
     if gain >= _NOTABLE:
         return f"{trace.name}: {change}: {effect}."
     if gain <= -_NOTABLE:
@@ -62,52 +62,52 @@ def verdict(trace: TraceResult) -> str:
     return f"{trace.name}: {change} only if it is free: {effect}."
 
 
-def _gain(trace: TraceResult, one: Row, other: Row) -> float:
+def _gain(trace: TraceResult, first: Row, other: Row) -> float:
     """The share that is saved: of the predicted TTFT p50, without one of computed tokens."""
-    if one.latency and other.latency:
-        before, after = (row.latency.ttft_ms[50] for row in (one, other) if row.latency)
+    if first.latency and other.latency:
+        before, after = (row.latency.ttft_ms[50] for row in (first, other) if row.latency)
     else:
-        before, after = (trace.input_tokens - row.saved_tokens for row in (one, other))
+        before, after = (trace.input_tokens - row.saved_tokens for row in (first, other))
     return (before - after) / max(before, 1)
 
 
-def _change(one: Row, other: Row) -> str:
+def _change(first: Row, other: Row) -> str:
     parts = list[str]()
-    if other.blocks > one.blocks:
-        parts.append(f"buy {other.blocks / one.blocks:.3g} times the cache memory")
-    elif other.blocks < one.blocks:
-        parts.append(f"sell cache memory down to {other.blocks / one.blocks:.3g} times")
-    if other.setting != one.setting:
-        parts.append(f"switch to {_switched(one, other)}")
+    if other.blocks > first.blocks:
+        parts.append(f"buy {other.blocks / first.blocks:.3g} times the cache memory")
+    elif other.blocks < first.blocks:
+        parts.append(f"sell cache memory down to {other.blocks / first.blocks:.3g} times")
+    if other.setting != first.setting:
+        parts.append(f"switch to {_switched(first, other)}")
     return " and ".join(parts) or "keep what is there"
 
 
-def _switched(one: Row, other: Row) -> str:
-    before, after = one.setting, other.setting
-    found = list[str]()
+def _switched(first: Row, other: Row) -> str:
+    before, after = first.setting, other.setting
+    changes = list[str]()
     if before.eviction_policy != after.eviction_policy:
-        found.append(after.eviction_policy)
+        changes.append(after.eviction_policy)
     if before.scheduling_policy != after.scheduling_policy:
-        found.append(f"{after.scheduling_policy} scheduling")
+        changes.append(f"{after.scheduling_policy} scheduling")
     elif before.max_queue_delay != after.max_queue_delay:
-        found.append(f"a queue delay of {after.max_queue_delay:g} s")
+        changes.append(f"a queue delay of {after.max_queue_delay:g} s")
     if before.hints != after.hints:
-        found.append("these hints" if after.hints else "no hints")
+        changes.append("these hints" if after.hints else "no hints")
     if before.disk_name != after.disk_name:
-        found.append(after.disk_name or "no disk")
-    return ", ".join(found)
+        changes.append(after.disk_name or "no disk")
+    return ", ".join(changes)
 
 
-def _effect(trace: TraceResult, one: Row, other: Row) -> str:
-    before, after = (trace.input_tokens - row.saved_tokens for row in (one, other))
+def _effect(trace: TraceResult, first: Row, other: Row) -> str:
+    before, after = (trace.input_tokens - row.saved_tokens for row in (first, other))
     less = (before - after) / max(before, 1)
     text = (
-        f"token hits {100 * one.saved_rate:.1f} % -> {100 * other.saved_rate:.1f} %, "
+        f"token hits {100 * first.saved_rate:.1f} % -> {100 * other.saved_rate:.1f} %, "
         f"{100 * abs(less):.1f} % {'fewer' if less >= 0 else 'more'} prompt tokens to compute"
     )
-    if one.latency and other.latency:
+    if first.latency and other.latency:
         p50, p99 = (
-            f"{one.latency.ttft_ms[at]:,.0f} -> {other.latency.ttft_ms[at]:,.0f} ms"
+            f"{first.latency.ttft_ms[at]:,.0f} -> {other.latency.ttft_ms[at]:,.0f} ms"
             for at in (50, 99)
         )
         text += f", predicted TTFT p50 {p50}, p99 {p99}"

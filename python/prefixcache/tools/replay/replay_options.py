@@ -30,10 +30,10 @@ _GOODPUT = re.compile(r"ttft:(\d+(?:\.\d+)?)")
 
 def parse_hint(text: str) -> Hint:
     """The hint of `START:END=PRIORITY[:SECONDS]`. Raises `ValueError`."""
-    found = _HINT.fullmatch(text.strip())
-    if found is None:
+    match = _HINT.fullmatch(text.strip())
+    if match is None:
         raise ValueError(f"must be START:END=PRIORITY[:SECONDS], as in 0:2000=80, got {text!r}")
-    start, end, priority, ttl = found.groups()
+    start, end, priority, ttl = match.groups()
     return int(start), int(end) if end else None, int(priority), float(ttl) if ttl else None
 
 

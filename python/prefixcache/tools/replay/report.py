@@ -48,18 +48,18 @@ def infinite_line(trace: TraceResult) -> str | None:
 
 def recorded_line(trace: TraceResult) -> str | None:
     """Whether a recording's own calls, made again, count what the live server counted."""
-    found = trace.as_recorded
-    if found is None:
+    recorded = trace.as_recorded
+    if recorded is None:
         return None
-    live, again = found["live"], found["replayed"]
+    live, again = recorded["live"], recorded["replayed"]
     text = (
-        f"As recorded ({found['num_blocks'] - 1:,} blocks, {found['eviction_policy']}): the server "
-        f"counted {live['hits']:,} of {live['queries']:,} tokens as hits, its calls made again "
-        f"{again['hits']:,} of {again['queries']:,}"
+        f"As recorded ({recorded['num_blocks'] - 1:,} blocks, {recorded['eviction_policy']}): "
+        f"the server counted {live['hits']:,} of {live['queries']:,} tokens as hits, its calls "
+        f"made again {again['hits']:,} of {again['queries']:,}"
     )
     return (
-        f"{text}; the first difference: {found['difference']}."
-        if found["difference"]
+        f"{text}; the first difference: {recorded['difference']}."
+        if recorded["difference"]
         else text + "."
     )
 
@@ -93,18 +93,18 @@ def _table(
 
 def remarks(report: Report) -> list[str]:
     """What has to be known to read the numbers."""
-    found = list[str]()
+    lines = list[str]()
     if report.model is not None:
-        found.append(
+        lines.append(
             f"TTFT (p50, p90, p99) and goodput are predictions: {report.model}, prompts one after "
             "the other, decoding left out."
         )
     if any(trace.as_recorded for trace in report.traces):
-        found.append(
+        lines.append(
             "The rows of a recording are predictions, at its own size and policy too: requests one "
             "after the other, so that no two hold blocks at once."
         )
-    return found
+    return lines
 
 
 def _cells(row: Row) -> list[str]:

@@ -264,45 +264,45 @@ def _result(
         seconds=time.perf_counter() - start,
         # The optimum knows of no states.
         rows=tuple(
-            _row(found, cell, blocks, None if cell[0].snapshots else best)
-            for found, cell, blocks, best in zip(outcomes, cells, sizes, optimum, strict=True)
+            _row(outcome, cell, blocks, None if cell[0].snapshots else best)
+            for outcome, cell, blocks, best in zip(outcomes, cells, sizes, optimum, strict=True)
         ),
         curve=_curve(replay, unique, tokens) if unique else None,
     )
 
 
 def _optimum(replay: TraceReplay, sizes: Sequence[int], tokens: int) -> list[float]:
-    return [one["hit_tokens"] / tokens for one in replay.optimum(sizes)]
+    return [point["hit_tokens"] / tokens for point in replay.optimum(sizes)]
 
 
 def _row(
-    found: dict[str, Any], cell: tuple[Setting, Size], blocks: int, optimum: float | None
+    outcome: dict[str, Any], cell: tuple[Setting, Size], blocks: int, optimum: float | None
 ) -> Row:
     setting, size = cell
     return Row(
         setting=setting,
         size=size,
         blocks=blocks,
-        hit_tokens=found["hit_tokens"],
-        hit_rate=found["hit_tokens"] / max(found["input_tokens"], 1),
-        request_hit_rate=found["hit_requests"] / max(found["requests"], 1),
-        evictions=found["evictions"],
+        hit_tokens=outcome["hit_tokens"],
+        hit_rate=outcome["hit_tokens"] / max(outcome["input_tokens"], 1),
+        request_hit_rate=outcome["hit_requests"] / max(outcome["requests"], 1),
+        evictions=outcome["evictions"],
         optimum=optimum,
-        disk_tokens=found["disk_tokens"],
-        disk_hit_rate=found["disk_tokens"] / max(found["input_tokens"], 1),
-        disk_writes=found["disk_writes"],
-        latency=_latency(found, setting) if "end_ms" in found else None,
+        disk_tokens=outcome["disk_tokens"],
+        disk_hit_rate=outcome["disk_tokens"] / max(outcome["input_tokens"], 1),
+        disk_writes=outcome["disk_writes"],
+        latency=_latency(outcome, setting) if "end_ms" in outcome else None,
     )
 
 
-def _latency(found: dict[str, Any], setting: Setting) -> Latency:
-    good, seconds = found["good_requests"], (found["end_ms"] - found["start_ms"]) / 1e3
-    is_judged = setting.objective_ms is not None and found["requests"] > 0
+def _latency(outcome: dict[str, Any], setting: Setting) -> Latency:
+    good, seconds = outcome["good_requests"], (outcome["end_ms"] - outcome["start_ms"]) / 1e3
+    is_judged = setting.objective_ms is not None and outcome["requests"] > 0
     return Latency(
-        ttft_ms={percentile: found[f"ttft_ms_p{percentile}"] for percentile in PERCENTILES},
-        good_share=good / found["requests"] if is_judged else None,
+        ttft_ms={percentile: outcome[f"ttft_ms_p{percentile}"] for percentile in PERCENTILES},
+        good_share=good / outcome["requests"] if is_judged else None,
         goodput=good / seconds if is_judged and seconds > 0 else None,
-        most_waiting=found["most_waiting"],
+        most_waiting=outcome["most_waiting"],
     )
 
 

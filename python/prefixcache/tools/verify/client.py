@@ -93,7 +93,7 @@ class Asker:
         self, refusals: Sequence[RefusedStreamError], answer: Answer, *, wants_logprobs: bool
     ) -> None:
         self.notes += [
-            f"It was asked for less, since it refused more: {one}" for one in refusals[:1]
+            f"It was asked for less, since it refused more: {refusal}" for refusal in refusals[:1]
         ]
         if answer.text and not answer.scores:
             self.asks_logprobs = False
@@ -178,13 +178,15 @@ def _scores(logprobs: Mapping[str, Any]) -> list[TokenScore]:
     """Of a chat (a list of objects) or of a completion (lists side by side)."""
     if "tokens" not in logprobs:
         return [
-            _score(one["token"], one["logprob"], [top["logprob"] for top in one["top_logprobs"]])
-            for one in logprobs.get("content") or ()
+            _score(
+                entry["token"], entry["logprob"], [top["logprob"] for top in entry["top_logprobs"]]
+            )
+            for entry in logprobs.get("content") or ()
         ]
     tokens, chosen = logprobs["tokens"], logprobs["token_logprobs"]
     tops = logprobs.get("top_logprobs") or [{}] * len(tokens)
     columns = zip(tokens, chosen, tops, strict=True)
-    return [_score(token, one, list((top or {}).values())) for token, one, top in columns]
+    return [_score(token, logprob, list((top or {}).values())) for token, logprob, top in columns]
 
 
 def _score(token: str, logprob: float, top: list[float]) -> TokenScore:

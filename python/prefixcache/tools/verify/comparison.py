@@ -73,14 +73,14 @@ def compare(expected: Answer, got: Answer, tolerance: float = 0.0) -> Comparison
     if not (expected.scores and got.scores):
         return _compare_texts(expected, got)
     largest, scores = 0.0, Comparison("nothing")
-    for position, (right, found) in enumerate(zip_longest(expected.scores, got.scores)):
-        if right is None or found is None or right.token != found.token:
-            tokens = _token(right, expected), _token(found, got)
+    for position, (right, given) in enumerate(zip_longest(expected.scores, got.scores)):
+        if right is None or given is None or right.token != given.token:
+            tokens = _token(right, expected), _token(given, got)
             return Comparison("answer", position, *tokens, largest)
-        distance = right.distance(found)
+        distance = right.distance(given)
         largest = max(largest, distance)
         if scores.change == "nothing" and distance > tolerance:
-            scores = Comparison("logprobs", position, _shown(right), _shown(found))
+            scores = Comparison("logprobs", position, _shown(right), _shown(given))
     texts = _compare_texts(expected, got)
     return replace(scores if texts.change == "nothing" else texts, largest=largest)
 
@@ -90,7 +90,7 @@ def _compare_texts(expected: Answer, got: Answer) -> Comparison:
     if (expected.text, expected.finish_reason) != (got.text, got.finish_reason):
         return Comparison("answer", *_where_texts_part(expected, got))
     if bool(expected.scores) != bool(got.scores):
-        counts = [f"{len(one.scores)} log probabilities" for one in (expected, got)]
+        counts = [f"{len(answer.scores)} log probabilities" for answer in (expected, got)]
         return Comparison("logprobs", 0, counts[0], counts[1])
     return Comparison("nothing")
 

@@ -45,25 +45,25 @@ class Round:
     @property
     def ttft(self) -> float:
         """Median, in seconds."""
-        return median(one.answer.ttft for one in self.asked)
+        return median(pair.answer.ttft for pair in self.asked)
 
     @property
     def num_hits(self) -> int | None:
         """Answers for which most of the prompt hit; None where that is unknown."""
-        hits = [one.hit for one in self.asked if one.hit is not None]
+        hits = [pair.hit for pair in self.asked if pair.hit is not None]
         return sum(hits) if hits else None
 
     @property
     def reports_hits(self) -> bool:
         """Whether the server reported how many tokens hit."""
-        return all(one.answer.cached_tokens is not None for one in self.asked)
+        return all(pair.answer.cached_tokens is not None for pair in self.asked)
 
     def comparisons(self, tolerance: float) -> list[Comparison]:
         """Of each answer with the expected one."""
         return [
-            compare(one.expected, one.answer, tolerance)
-            for one in self.asked
-            if one.expected is not None
+            compare(pair.expected, pair.answer, tolerance)
+            for pair in self.asked
+            if pair.expected is not None
         ]
 
 
@@ -86,7 +86,7 @@ class Plan:
         self._spare = spare
         self._cooling = cooling
         # So that a cold question does not hit even what a template begins all prompts with.
-        self._fields = {one: cooling.fields() if cooling else {} for one in questions}
+        self._fields = {question: cooling.fields() if cooling else {} for question in questions}
 
     async def rounds(self) -> AsyncIterator[Round]:
         """One after the other. Raises `StreamError`."""
@@ -113,11 +113,11 @@ class Plan:
             warm.append(await self._ask(question))
         return _Alone(cold, warm)
 
-    async def _one_by_one(self, ask: _Ask) -> list[Answer]:
-        return [await ask(question) for question in self._questions]
+    async def _one_by_one(self, send: _Ask) -> list[Answer]:
+        return [await send(question) for question in self._questions]
 
-    async def _together(self, ask: _Ask) -> list[Answer]:
-        return await side_by_side([ask(question) for question in self._questions])
+    async def _together(self, send: _Ask) -> list[Answer]:
+        return await side_by_side([send(question) for question in self._questions])
 
     async def _ask(self, question: Question) -> Answer:
         return await self._asker.ask(question, self._fields[question])
@@ -136,10 +136,10 @@ class Plan:
     async def _in_pieces(self, question: Question) -> Answer:
         """Its beginnings first: what each computes goes on from a hit."""
         fields = await self._cooled()
-        *pieces, whole = question.pieces()
+        *pieces, full = question.pieces()
         for piece in pieces:
             await self._asker.ask(piece, fields, max_tokens=1)
-        return await self._asker.ask(whole, fields)
+        return await self._asker.ask(full, fields)
 
     async def _chunked_first(self) -> tuple[list[Answer], list[Answer]]:
         """New questions in pieces, and the same asked again: hits of other lengths."""

@@ -37,32 +37,32 @@ class Report:
     @property
     def status(self) -> Literal[0, 1, 2]:
         """Of the process. Equal answers say nothing of the cache where none was seen to hit."""
-        if any(one.change != "nothing" for _, one in self.comparisons()):
+        if any(comparison.change != "nothing" for _, comparison in self.comparisons()):
             return DIFFERS
         return EQUAL if self.num_hits else NOT_ASKED
 
     @property
     def num_hits(self) -> int:
         """Answers that were compared and hit."""
-        return sum(one.num_hits or 0 for one in self.rounds[1:])
+        return sum(later.num_hits or 0 for later in self.rounds[1:])
 
     def comparisons(self) -> Iterator[tuple[str, Comparison]]:
         """Of all rounds, with their names."""
-        for one in self.rounds:
-            for comparison in one.comparisons(self.tolerance):
-                yield one.name, comparison
+        for each_round in self.rounds:
+            for comparison in each_round.comparisons(self.tolerance):
+                yield each_round.name, comparison
 
 
 def verdict(report: Report) -> list[str]:
     """Sentences, the answer first."""
     total = sum(1 for _ in report.comparisons())
-    found = [_VERDICTS[report.status].format(total=total, hits=report.num_hits)]
-    changed = {name for name, one in report.comparisons() if one.change != "nothing"}
+    lines = [_VERDICTS[report.status].format(total=total, hits=report.num_hits)]
+    changed = {name for name, comparison in report.comparisons() if comparison.change != "nothing"}
     if changed & set(_CONTROLS):
-        found.append("Answers change without a hit too: it is not the cache alone.")
+        lines.append("Answers change without a hit too: it is not the cache alone.")
     elif changed and report.cooling is not None:
-        found.append("Without a hit nothing changed: it is the cache.")
-    return [*found, *_remarks(report)]
+        lines.append("Without a hit nothing changed: it is the cache.")
+    return [*lines, *_remarks(report)]
 
 
 _VERDICTS = {
@@ -73,7 +73,7 @@ _VERDICTS = {
 
 
 def _remarks(report: Report) -> Iterator[str]:
-    if any(not one.reports_hits for one in report.rounds):
+    if any(not each_round.reports_hits for each_round in report.rounds):
         yield "The server reports no cached_tokens: hits are inferred from TTFT."
     if report.cooling is None:
         yield "No way was found to ask the same text twice without a hit: there is no control."
@@ -90,50 +90,59 @@ def rounds_table(report: Report) -> Table:
         made.add_column(column, justify="right")
     for column in ("other answer", "other logprobs", "by at most"):
         made.add_column(column, justify="right")
-    for one in report.rounds:
-        made.add_row(*_cells(one, report.tolerance))
+    for each_round in report.rounds:
+        made.add_row(*_cells(each_round, report.tolerance))
     return made
 
 
-def _cells(one: Round, tolerance: float) -> list[str]:
-    found = one.comparisons(tolerance)
-    hits = "?" if one.num_hits is None else str(one.num_hits)
-    cells = [one.name, str(len(one.asked)), hits, _hit_share(one), f"{one.ttft * 1e3:,.0f}"]
-    if not found:
+def _cells(each_round: Round, tolerance: float) -> list[str]:
+    comparisons = each_round.comparisons(tolerance)
+    hits = "?" if each_round.num_hits is None else str(each_round.num_hits)
+    cells = [
+        each_round.name,
+        str(len(each_round.asked)),
+        hits,
+        _hit_share(each_round),
+        f"{each_round.ttft * 1e3:,.0f}",
+    ]
+    if not comparisons:
         return [*cells, "", "", ""]
-    largest = f"{max(each.largest for each in found):.3g}"
-    return [*cells, _count(found, "answer"), _count(found, "logprobs"), largest]
+    largest = f"{max(each.largest for each in comparisons):.3g}"
+    return [*cells, _count(comparisons, "answer"), _count(comparisons, "logprobs"), largest]
 
 
-def _count(found: Sequence[Comparison], change: Change) -> str:
-    return str(sum(one.change == change for one in found))
+def _count(comparisons: Sequence[Comparison], change: Change) -> str:
+    return str(sum(comparison.change == change for comparison in comparisons))
 
 
-def _hit_share(one: Round) -> str:
-    if not one.reports_hits:
+def _hit_share(each_round: Round) -> str:
+    if not each_round.reports_hits:
         return "?"
-    hit = sum(each.answer.cached_tokens or 0 for each in one.asked)
-    total = sum(each.answer.prompt_tokens or 0 for each in one.asked)
+    hit = sum(each.answer.cached_tokens or 0 for each in each_round.asked)
+    total = sum(each.answer.prompt_tokens or 0 for each in each_round.asked)
     return f"{hit / max(total, 1):.0%}"
 
 
 def differences_table(report: Report) -> Table | None:
     """The first differences; None where there are none."""
-    found = [
-        (one.name, number, each)
-        for one in report.rounds
-        for number, each in enumerate(one.comparisons(report.tolerance), 1)
+    differences = [
+        (each_round.name, number, each)
+        for each_round in report.rounds
+        for number, each in enumerate(each_round.comparisons(report.tolerance), 1)
         if each.change != "nothing"
     ]
-    if not found:
+    if not differences:
         return None
-    shown = f", the first {_MOST_SHOWN}" if len(found) > _MOST_SHOWN else ""
+    shown = f", the first {_MOST_SHOWN}" if len(differences) > _MOST_SHOWN else ""
     made = Table(
-        title=f"{len(found)} differences{shown}", title_justify="left", box=SIMPLE, pad_edge=False
+        title=f"{len(differences)} differences{shown}",
+        title_justify="left",
+        box=SIMPLE,
+        pad_edge=False,
     )
     for column in ("asked", "question", "differs in", "position", "expected", "got"):
         made.add_column(column, overflow="fold")
-    for name, number, each in found[:_MOST_SHOWN]:
+    for name, number, each in differences[:_MOST_SHOWN]:
         row = (name, number, each.change, each.position, each.expected, each.got)
         made.add_row(*map(str, row))
     return made
@@ -145,14 +154,14 @@ def to_json(report: Report) -> dict[str, Any]:
     return {name: getattr(report, name) for name in fields} | {
         "status": report.status,
         "verdict": verdict(report),
-        "rounds": [_round_json(one, report.tolerance) for one in report.rounds],
+        "rounds": [_round_json(each_round, report.tolerance) for each_round in report.rounds],
     }
 
 
-def _round_json(one: Round, tolerance: float) -> dict[str, Any]:
+def _round_json(each_round: Round, tolerance: float) -> dict[str, Any]:
     return {
-        "name": one.name,
-        "reports_hits": one.reports_hits,
-        "answers": [asdict(each.answer) | {"hit": each.hit} for each in one.asked],
-        "comparisons": [asdict(each) for each in one.comparisons(tolerance)],
+        "name": each_round.name,
+        "reports_hits": each_round.reports_hits,
+        "answers": [asdict(each.answer) | {"hit": each.hit} for each in each_round.asked],
+        "comparisons": [asdict(each) for each in each_round.comparisons(tolerance)],
     }

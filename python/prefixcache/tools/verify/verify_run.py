@@ -42,7 +42,7 @@ async def verify_with(asker: Asker, options: VerifyOptions, seed: int, command: 
         tolerance=options.tolerance,
         cooling=cooling and cooling.name,
         notes=tuple(asker.notes),
-        rounds=tuple([one async for one in plan.rounds()]),
+        rounds=tuple([each_round async for each_round in plan.rounds()]),
         command=command,
     )
 

@@ -74,13 +74,13 @@ class AttentionBatch:
         first_pages = (
             [0] * len(qo_indptr) if self.first_pages is None else self.first_pages.tolist()
         )
-        found: list[BatchSequence] = []
+        sequences: list[BatchSequence] = []
         for s, last_page_len in enumerate(self.last_page_len.tolist()):
             rows, listed = slice(*qo_indptr[s : s + 2]), pages[slice(*kv_indptr[s : s + 2])]
             stop = (first_pages[s] + len(listed) - 1) * block_size + last_page_len
             start = stop - (rows.stop - rows.start)
-            found.append(BatchSequence(rows, listed, first_pages[s], start, stop))
-        return found
+            sequences.append(BatchSequence(rows, listed, first_pages[s], start, stop))
+        return sequences
 
 
 @dataclass(frozen=True, slots=True)

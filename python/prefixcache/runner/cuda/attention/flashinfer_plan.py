@@ -161,15 +161,15 @@ def align_tables(batch: AttentionBatch, multiple: int) -> ListedPages:
     )
 
 
-def have_equal_lengths(one: AttentionBatch, other: AttentionBatch) -> bool:
+def have_equal_lengths(first: AttentionBatch, other: AttentionBatch) -> bool:
     """Whether two groups' batches of a step are the same but for slots and page indices."""
     return all(
         mine is theirs or (mine is not None and theirs is not None and torch.equal(mine, theirs))
         for mine, theirs in (
-            (one.qo_indptr, other.qo_indptr),
-            (one.kv_indptr, other.kv_indptr),
-            (one.last_page_len, other.last_page_len),
-            (one.first_pages, other.first_pages),
+            (first.qo_indptr, other.qo_indptr),
+            (first.kv_indptr, other.kv_indptr),
+            (first.last_page_len, other.last_page_len),
+            (first.first_pages, other.first_pages),
         )
     )
 

@@ -161,8 +161,8 @@ class Planner:
         listed = pages.of(batch)
         part = _planned(self._graphs[size], pad_decodes(listed, size), indices, 0)
         # A replay reads the fixed table, whatever the step.
-        whole = KernelPart(part.rows, slice(None), part.kernel)
-        return self._keep(KernelPlan(batch, listed, pages, (whole,)))
+        all_layers = KernelPart(part.rows, slice(None), part.kernel)
+        return self._keep(KernelPlan(batch, listed, pages, (all_layers,)))
 
     def follow(self) -> KernelPlan:
         """The plan of the group that was planned before. Raises `RuntimeError` without one."""

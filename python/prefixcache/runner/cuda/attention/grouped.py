@@ -90,11 +90,11 @@ class GroupedAttention:
         parts = [part for group in self.groups for part in group.states if part.layer == layer]
         pages = [(self._states(part), part) for part in parts]
         for run, rows in enumerate(pages[0][0].runs):
-            state = torch.cat([one.read(run, part) for one, part in pages])
+            state = torch.cat([page.read(run, part) for page, part in pages])
             compute(rows, state)
             written = state.split([part.numbers for part in parts])
-            for (one, part), numbers in zip(pages, written, strict=True):
-                one.write(run, part, numbers)
+            for (page, part), numbers in zip(pages, written, strict=True):
+                page.write(run, part, numbers)
 
     def _states(self, part: StatePart) -> StatePages:
         backend = self.backends[part.group]

@@ -65,7 +65,7 @@ class ShortConvCache:
         self._kept = rows[is_kept].to(slots.device)
         self._kept_blocks = slots[self._kept] // size
         self._kept_places = slots[self._kept] % size % kept
-        self._sequences = [self._planned(one) for one in batch.sequences(size)]
+        self._sequences = [self._planned(sequence) for sequence in batch.sequences(size)]
 
     def _planned(self, sequence: BatchSequence) -> _SequencePlan:
         size, start, pages = self._block_size, sequence.start, sequence.pages
@@ -85,11 +85,11 @@ class ShortConvCache:
         out_TE = torch.empty_like(bx_TE, dtype=torch.float32)
         weight = weight_LE.float().T.unsqueeze(1).contiguous()
         bias = None if bias_E is None else bias_E.float()
-        for one in self._sequences:
-            before = inputs_PRE[one.blocks, one.places]
-            whole = torch.cat([before, bx_TE[one.rows]]).float()
-            padded = F.pad(whole, (0, 0, one.missing, 0))
+        for sequence in self._sequences:
+            before = inputs_PRE[sequence.blocks, sequence.places]
+            inputs = torch.cat([before, bx_TE[sequence.rows]]).float()
+            padded = F.pad(inputs, (0, 0, sequence.missing, 0))
             sums = F.conv1d(padded.T.unsqueeze(0), weight, bias, groups=len(weight))
-            out_TE[one.rows] = sums[0].T
+            out_TE[sequence.rows] = sums[0].T
         inputs_PRE[self._kept_blocks, self._kept_places] = bx_TE[self._kept]
         return out_TE

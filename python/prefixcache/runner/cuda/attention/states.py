@@ -39,14 +39,14 @@ class StatePages:
         """Finds the block before each run, and its own."""
         size = self._block_size
         self.runs, self._places = [], []
-        for one in batch.sequences(size):
-            pages, start = one.pages.tolist(), one.start
-            while start < one.stop:
-                upto = min(one.stop, (start // size + 1) * size)
-                before = pages[(start - 1) // size - one.first_page] if start else None
-                end = one.rows.stop - one.stop
+        for sequence in batch.sequences(size):
+            pages, start = sequence.pages.tolist(), sequence.start
+            while start < sequence.stop:
+                upto = min(sequence.stop, (start // size + 1) * size)
+                before = pages[(start - 1) // size - sequence.first_page] if start else None
+                end = sequence.rows.stop - sequence.stop
                 self.runs.append(slice(end + start, end + upto))
-                self._places.append((before, pages[start // size - one.first_page]))
+                self._places.append((before, pages[start // size - sequence.first_page]))
                 start = upto
 
     def read(self, run: int, part: StatePart) -> Tensor:

@@ -47,7 +47,7 @@ class TorchAttention:
         self._slot_blocks_T = batch.slot_mapping // self._block_size
         self._slot_offsets_T = batch.slot_mapping % self._block_size
         self._sequences = batch.sequences(self._block_size)
-        self._visible = [self._keys_seen(one) for one in self._sequences]
+        self._visible = [self._keys_seen(sequence) for sequence in self._sequences]
 
     def _keys_seen(self, sequence: BatchSequence) -> Tensor | None:
         """Which keys each query sees, [L, N]; None where every one sees all.

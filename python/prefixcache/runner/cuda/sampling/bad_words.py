@@ -45,15 +45,15 @@ class BadWords:
 
     def add(self, upload: Upload, rows: Sequence[SampledRow]) -> Later[Bans | None]:
         """None when no row has a word that the next token may end."""
-        found = [
+        matches = [
             (r, token, self._rows.get(row.request_id, 0), previous)
             for r, row in enumerate(rows)
             if row.params.bad_words_token_ids
             for token, previous in last_tokens(row.sampling, row.unread)
         ]
-        if not found:
+        if not matches:
             return lambda _sent: None
-        fields = [upload.integers(column) for column in zip(*found, strict=True)]
+        fields = [upload.integers(column) for column in zip(*matches, strict=True)]
         return lambda sent: Bans(*(field(sent) for field in fields))
 
     def ban(self, logits_RV: Tensor, bans: Bans | None) -> Tensor:

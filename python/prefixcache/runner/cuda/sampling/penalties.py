@@ -55,8 +55,8 @@ class TokenCounts:
         if row.num_guesses:
             return self._contexts[row.request_id][0]
         answered = row.position - row.sampling.tokens.num_prompt_tokens
-        known = self._contexts.get(row.request_id)
-        context, counted = known or (self._free_row(vocab_size), -1)
+        entry = self._contexts.get(row.request_id)
+        context, counted = entry or (self._free_row(vocab_size), -1)
         if counted != answered:
             self._count(context, row.sampling, vocab_size)
         self._contexts[row.request_id] = context, answered + 1

@@ -42,8 +42,8 @@ class SampledRow:
     @property
     def guesses(self) -> TokenIds:
         """The guesses before it."""
-        known = self.sampling.tokens.known
-        return known[len(known) - self.num_guesses :]
+        tokens = self.sampling.tokens.known
+        return tokens[len(tokens) - self.num_guesses :]
 
     @property
     def unread(self) -> int:

@@ -106,7 +106,7 @@ class Sampler:
             if likeliest_R is None:
                 likeliest_R = greedy_token_ids(logits_RV)
             return Sampled(likeliest_R)
-        known = KnownMasks.of(row.sampling.mask for row in rows)
+        masks = KnownMasks.of(row.sampling.mask for row in rows)
         logits_RV = logits_RV.float()
         vocab_size = logits_RV.shape[1]
         drawn = [r for r, row in enumerate(rows) if not row.params.greedy]
@@ -117,7 +117,7 @@ class Sampler:
         bans = self._bad_words.add(upload, rows)
         penalties = add_penalties(upload, rows, penalized, contexts)
         draws = add_draws(upload, rows, drawn, vocab_size)
-        masking = add_masks(upload, known.words)
+        masking = add_masks(upload, masks.words)
         asked = _rows_by_logprobs(rows)
         asked_at = {count: upload.integers(asking) for count, asking in asked.items()}
         sent = upload.send(self._device)
@@ -141,7 +141,7 @@ class Sampler:
             (asking, _logprobs(logits_RV, tokens_R, asked_at[count](sent), count))
             for count, asking in asked.items()
         ]
-        return Sampled(tokens_R, logprobs, known.unsampled)
+        return Sampled(tokens_R, logprobs, masks.unsampled)
 
 
 def greedy_token_ids(logits_RV: Tensor) -> Tensor:
@@ -155,8 +155,8 @@ def greedy_token_ids(logits_RV: Tensor) -> Tensor:
 
 def sample(logits_RV: Tensor, rows: Sequence[SamplingInput]) -> list[SequenceOutput]:
     """What `Sampler` gives for rows whose tokens are all known. Waits for the device."""
-    known = [SampledRow(f"{r}", len(row.tokens), row) for r, row in enumerate(rows)]
-    sampled = Sampler(len(rows), logits_RV.device).sample(logits_RV, known)
+    rows_to_sample = [SampledRow(f"{r}", len(row.tokens), row) for r, row in enumerate(rows)]
+    sampled = Sampler(len(rows), logits_RV.device).sample(logits_RV, rows_to_sample)
     return sampled.outputs(part.cpu().numpy() for part in sampled.parts)
 
 

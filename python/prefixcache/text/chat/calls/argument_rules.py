@@ -78,8 +78,10 @@ class ArgumentStyle:
         if self.nested and isinstance(value, list):
             return f"[{self.separator.join(map(self.value_text, cast('list[Any]', value)))}]"
         if self.nested and isinstance(value, dict):
-            members = sorted(cast("dict[str, Any]", value).items(), key=lambda one: one[0].lower())
-            written = (f"{self.key.format(key)}{self.value_text(one)}" for key, one in members)
+            members = sorted(
+                cast("dict[str, Any]", value).items(), key=lambda member: member[0].lower()
+            )
+            written = (f"{self.key.format(key)}{self.value_text(value)}" for key, value in members)
             return f"{{{self.separator.join(written)}}}"
         return json.dumps(value, ensure_ascii=False)
 
@@ -195,8 +197,8 @@ class _Writer:
         ]
 
     def _properties(self, schema: Schema) -> Mapping[str, Schema]:
-        found: Any = schema.get("properties")
-        values = cast("Schema", found).items() if isinstance(found, Mapping) else ()
+        properties: Any = schema.get("properties")
+        values = cast("Schema", properties).items() if isinstance(properties, Mapping) else ()
         return {name: value if isinstance(value, Mapping) else {} for name, value in values}
 
     def _place(self, name: str, place: int, member: str, *, optional: bool) -> None:
@@ -242,18 +244,24 @@ class _Writer:
             return self._union(parts, name, depth)
         if isinstance(kinds, str) and kinds not in _TYPES:
             raise wrong(self._field, f"has no known type: {shown(kinds)}")
-        if kinds not in _TYPES or depth >= _MOST_NESTED or any(one in schema for one in _COMPOSED):
+        if (
+            kinds not in _TYPES
+            or depth >= _MOST_NESTED
+            or any(keyword in schema for keyword in _COMPOSED)
+        ):
             self._give_up("a value of no single type")
             return self._any()
         return self._of_kind(cast("str", kinds), schema, name, depth)
 
     def _union(self, parts: Sequence[Any], name: str, depth: int) -> str:
         schemas = [part if isinstance(part, Mapping) else {} for part in parts]
-        if not self._style.quote and any("string" in _kinds(one, self._tool) for one in schemas):
+        if not self._style.quote and any(
+            "string" in _kinds(choice, self._tool) for choice in schemas
+        ):
             return self._any()  # any value is a text
         written = [
-            self._value(cast("Schema", one), f"{name}_{place}", depth + 1)
-            for place, one in enumerate(schemas)
+            self._value(cast("Schema", choice), f"{name}_{place}", depth + 1)
+            for place, choice in enumerate(schemas)
         ]
         return f"({' | '.join(written)})"
 
@@ -292,16 +300,16 @@ class _Writer:
 
     def _json(self, schema: Schema, name: str) -> str:
         root = self._tool.parameters
-        shared = {one: root[one] for one in ("$defs", "definitions") if one in root}
+        shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
         lenient = not self._tool.strict
         guidance = {**SPACING, "lenient": lenient, "coerce_one_of": lenient}
-        whole = known_schema({**shared, **schema, "x-guidance": guidance})
-        self.rules.append(f"{name}: %json {json.dumps(whole, ensure_ascii=False)}")
+        self_contained = known_schema({**shared, **schema, "x-guidance": guidance})
+        self.rules.append(f"{name}: %json {json.dumps(self_contained, ensure_ascii=False)}")
         return name
 
     def _string(self, schema: Schema) -> str:
         style = self._style
-        if any(one in schema for one in _UNKEPT_OF_TEXT):
+        if any(keyword in schema for keyword in _UNKEPT_OF_TEXT):
             self._give_up("a pattern or a format")
         lengths = schema.get("minLength", 0), schema.get("maxLength", "")
         many = "*" if lengths == (0, "") else f"{{{lengths[0]},{lengths[1]}}}"

@@ -96,8 +96,8 @@ class ToolFormat:
         before, after, between = map(literal, (self.before, self.after, self.between))
         many = self.many and use.parallel
         if self.repeats:
-            one = f"{before} call {after} {closing}"
-            calls = f"{one} ({between} {opening} {one})*" if many else one
+            call_rule = f"{before} call {after} {closing}"
+            calls = f"{call_rule} ({between} {opening} {call_rule})*" if many else call_rule
         else:
             more = f"({between} call)*" if many else ""
             calls = f"{before} call {more} {after} {closing}"
@@ -129,8 +129,10 @@ class ToolFormat:
             return (
                 f"{self.opening}{self.before}{self.between.join(listed)}{self.after}{self.closing}"
             )
-        whole = (f"{self.opening}{self.before}{one}{self.after}{self.closing}" for one in listed)
-        return self.between.join(whole)
+        written = (
+            f"{self.opening}{self.before}{call}{self.after}{self.closing}" for call in listed
+        )
+        return self.between.join(written)
 
     def _written(self, call: Mapping[str, Any]) -> str:
         function = call["function"]
@@ -241,7 +243,7 @@ _FORMATS = (
     *(HERMES, LLAMA3_JSON, MISTRAL, SMOLLM2, GRANITE, PHI4_MINI),
     *(QWEN3_CODER, SEED_OSS, LFM2, OLMO3, GEMMA4, NEMOTRON, APRIEL, DEEPSEEK_V3, DEEPSEEK_V31),
 )
-TOOL_FORMATS: Mapping[str, ToolFormat] = {one.name: one for one in _FORMATS}
+TOOL_FORMATS: Mapping[str, ToolFormat] = {form.name: form for form in _FORMATS}
 
 # What a template holds that shows calls in a format: the first row that it holds wholly counts.
 _SIGNS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
@@ -275,7 +277,7 @@ _OTHER_SIGNS = ("<function=", "<arg_key>", "<invoke")
 
 def detected_format(template: str) -> ToolFormat | None:
     """The format of a template that shows tools; None where it is another one."""
-    found = (form for signs, form in _SIGNS if all(sign in template for sign in signs))
-    form = next(found, None)
-    others = any(one in template for one in _OTHER_SIGNS)
+    matching = (form for signs, form in _SIGNS if all(sign in template for sign in signs))
+    form = next(matching, None)
+    others = any(sign in template for sign in _OTHER_SIGNS)
     return None if others and form in (HERMES, HERMES_INLINE, LLAMA3_JSON) else form

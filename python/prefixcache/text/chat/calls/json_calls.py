@@ -98,9 +98,9 @@ class JsonCallParser(CallParser):
         if call.name is not None and first == "{":
             return (yield from self._stream.value(lambda text: self._add(call, text)))
         pieces: list[str] = []
-        whole = yield from self._stream.value(pieces.append)
-        self._add(call, _object_text("".join(pieces)) if whole else "".join(pieces))
-        return whole
+        is_complete = yield from self._stream.value(pieces.append)
+        self._add(call, _object_text("".join(pieces)) if is_complete else "".join(pieces))
+        return is_complete
 
     def _whole_value(self) -> Reading[Any]:
         """A value that is short; `_CUT` where it is cut off or no JSON."""
@@ -130,11 +130,11 @@ class NamedCallParser(JsonCallParser):
         read: list[str] = []
         if not (yield from self._stream.until("{", read.append)):
             return False
-        found = self.head.fullmatch("".join(read))
-        if found is None:
+        match = self.head.fullmatch("".join(read))
+        if match is None:
             return False
-        call = Call(found.groupdict().get("id"))
-        self._begin(call, found["name"])
+        call = Call(match.groupdict().get("id"))
+        self._begin(call, match["name"])
         yield from self._stream.skip_space()
         return (yield from self._stream.value(lambda text: self._add(call, text)))
 

@@ -43,8 +43,8 @@ class ToolSchemas:
 
 def properties_of(root: Schema) -> Mapping[str, Schema]:
     """The properties of an object's schema that are objects themselves."""
-    found: object = resolved(root, root).get("properties")
-    listed = cast("Schema", found).items() if isinstance(found, Mapping) else ()
+    properties: object = resolved(root, root).get("properties")
+    listed = cast("Schema", properties).items() if isinstance(properties, Mapping) else ()
     return {name: value for name, value in listed if isinstance(value, Mapping)}
 
 
@@ -61,11 +61,11 @@ def resolved(schema: Schema, root: Schema) -> Schema:
 
 
 def _at(root: Schema, path: Sequence[str]) -> Schema:
-    found: Any = root
+    node: Any = root
     for key in path:
         key = key.replace("~1", "/").replace("~0", "~")
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
+        node = node.get(key) if isinstance(node, Mapping) else None
+    return node if isinstance(node, Mapping) else {}
 
 
 def kinds_of(schema: Schema, root: Schema, depth: int = 0) -> frozenset[str]:
@@ -77,7 +77,7 @@ def kinds_of(schema: Schema, root: Schema, depth: int = 0) -> frozenset[str]:
     if isinstance(named, str):
         return frozenset((named,))
     if isinstance(named, list):
-        return frozenset(one for one in cast("list[Any]", named) if isinstance(one, str))
+        return frozenset(kind for kind in cast("list[Any]", named) if isinstance(kind, str))
     for name in ("anyOf", "oneOf"):
         parts: object = schema.get(name)
         if isinstance(parts, list):

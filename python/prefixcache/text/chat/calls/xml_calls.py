@@ -70,19 +70,19 @@ class XmlCallParser(JsonCallParser):
             self._stream.take(1)
         if kinds == _TEXT:
             self._add(call, '"')
-            whole = yield from self._stream.line_before(
+            is_complete = yield from self._stream.line_before(
                 _VALUE_END, lambda text: self._add(call, _inner(text))
             )
-            if whole:
+            if is_complete:
                 self._add(call, '"')
         else:
             pieces: list[str] = []
-            whole = yield from self._stream.line_before(_VALUE_END, pieces.append)
-            if whole:
+            is_complete = yield from self._stream.line_before(_VALUE_END, pieces.append)
+            if is_complete:
                 self._add(call, _json_value("".join(pieces), kinds))
-        if whole:
+        if is_complete:
             yield from self._stream.skip(_VALUE_END)
-        return whole
+        return is_complete
 
 
 def _inner(text: str) -> str:
@@ -92,13 +92,13 @@ def _inner(text: str) -> str:
 def _json_value(text: str, kinds: frozenset[str]) -> str:
     """The value that a text stands for among these types; the text itself where it fits none."""
     stripped = text.strip()
-    for found in (stripped, json_word(stripped), json_of(stripped)):
+    for candidate in (stripped, json_word(stripped), json_of(stripped)):
         try:
-            kind = kind_of(json.loads(found or "", parse_constant=_refuse))
+            kind = kind_of(json.loads(candidate or "", parse_constant=_refuse))
         except (ValueError, RecursionError):
             continue
         if kind != "string" and (not kinds or kinds & _LIKE.get(kind, {kind})):
-            return found or ""
+            return candidate or ""
     return json.dumps(text, ensure_ascii=False)
 
 

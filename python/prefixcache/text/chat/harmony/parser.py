@@ -139,9 +139,9 @@ class HarmonyParser:
 def _header(parts: dict[str, str]) -> _Header:
     """What the parts of a header say, which come behind a role or a token."""
     channel = parts.get(_CHANNEL, "").split()
-    found = _RECIPIENT.search(" ".join(parts.values()))
+    recipient = _RECIPIENT.search(" ".join(parts.values()))
     named = channel[0] if channel and not channel[0].startswith("to=") else ""
-    return _Header(named, found.group(1) if found else "")
+    return _Header(named, recipient.group(1) if recipient else "")
 
 
 def _may_be_role(text: str) -> bool:

@@ -45,9 +45,9 @@ def _turn(message: _Message, results: Sequence[_Message]) -> list[_Message]:
     for place, call in enumerate(calls):
         first = {} if place else {**message}
         written.append({"role": "assistant", "content": "", **first, "tool_calls": [call]})
-        found = [one for one in left if one["tool_call_id"] == call["id"]]
-        left = [one for one in left if one["tool_call_id"] != call["id"]]
-        written += found
+        answers = [result for result in left if result["tool_call_id"] == call["id"]]
+        left = [result for result in left if result["tool_call_id"] != call["id"]]
+        written += answers
     return written + left
 
 

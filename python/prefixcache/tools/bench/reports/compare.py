@@ -40,17 +40,17 @@ def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
     """What was not the same, so that nobody takes its effect for the server's."""
     for part in ("settings", "machine"):
         for name in sorted(a[part].keys() | b[part].keys()):
-            one, other = a[part].get(name), b[part].get(name)
-            if one != other and name not in _PLACES:
-                yield f"{name}: {one} in A, {other} in B"
+            here, other = a[part].get(name), b[part].get(name)
+            if here != other and name not in _PLACES:
+                yield f"{name}: {here} in A, {other} in B"
 
 
 def _read(path: Path) -> dict[str, Any]:
     """Settings, machine, date, and the variants' medians by name."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        variants = {one["name"]: dict(one["median"]) for one in found["variants"]}
-        kept = {name: dict(found[name]) for name in ("settings", "machine")}
+        content = json.loads(path.read_text(encoding="utf-8"))
+        variants = {variant["name"]: dict(variant["median"]) for variant in content["variants"]}
+        kept = {name: dict(content[name]) for name in ("settings", "machine")}
         describe(kept["settings"])
     except OSError as error:
         raise ConfigError(f"Cannot read {path}: {error.strerror}.") from error
@@ -58,4 +58,4 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is no result of prefixcache bench --output.") from error
     if not variants:
         raise ConfigError(f"{path} holds no measurement.")
-    return kept | {"date": str(found.get("date", "")), "variants": variants}
+    return kept | {"date": str(content.get("date", "")), "variants": variants}

@@ -38,7 +38,7 @@ def picture(report: Report) -> Figure:
     first token by the length of the prompt.
     """
     variants = [variant for variant in report.variants if variant.typical_run]
-    lengths = [record.prompt_tokens for one in variants for record in one.typical_run]
+    lengths = [record.prompt_tokens for variant in variants for record in variant.typical_run]
     heights = [1.9 + 0.62 * len(variants)]
     if max(lengths) > 1.5 * min(lengths):
         heights.append(3.0)

@@ -147,13 +147,13 @@ def _length_remarks(runs: Mapping[str, Sequence[Run]]) -> list[str]:
 
 def _errors(runs: Mapping[str, Sequence[Run]]) -> tuple[str, ...]:
     """What ended runs, and how many requests failed, with the first reason of each variant."""
-    found = list[str]()
+    problems = list[str]()
     for name, repeats in runs.items():
-        found += [f"{name}: {run.error}" for run in repeats if run.error is not None]
+        problems += [f"{name}: {run.error}" for run in repeats if run.error is not None]
         failures = [failure for run in repeats for failure in run.failures]
         if failures:
-            found.append(f"{name}: {len(failures)} requests failed, the first: {failures[0]}")
-    return tuple(found)
+            problems.append(f"{name}: {len(failures)} requests failed, the first: {failures[0]}")
+    return tuple(problems)
 
 
 def summarize(run: Run, objectives: Mapping[str, float], reference: Reference | None) -> Summary:
@@ -199,16 +199,16 @@ def _duration(records: Sequence[RequestRecord]) -> float:
 
 def _cached(records: Sequence[RequestRecord]) -> int | None:
     counts = [record.cached_tokens for record in records]
-    known = [count for count in counts if count is not None]
-    return sum(known) if len(known) == len(counts) else None
+    reported = [count for count in counts if count is not None]
+    return sum(reported) if len(reported) == len(counts) else None
 
 
 def _count_same(records: Sequence[RequestRecord], reference: Reference) -> int:
     return sum(record.output == reference.get((record.session, record.turn)) for record in records)
 
 
-def _ratio(part: float, whole: float) -> float | None:
-    return part / whole if whole else None
+def _ratio(part: float, total: float) -> float | None:
+    return part / total if total else None
 
 
 def _median(column: list[float | None]) -> Any:

@@ -37,7 +37,7 @@ def text_of(values: Values, name: str, field: str) -> str:
 
 
 def word_of(values: Values, name: str, words: Iterable[str], field: str) -> str:
-    """A member that must be one of the words `words`."""
+    """A member that must be one of `words`."""
     value = values.get(name)
     if not isinstance(value, str) or value not in words:
         raise wrong(f"{field}.{name}", f"must be one of {', '.join(words)}, got {shown(value)}")

@@ -288,14 +288,12 @@ class _DraftWords:
 class _DraftMask:
     """A `TokenMask` for the token after one of the guesses."""
 
-    draft_words: _DraftWords
+    draft: _DraftWords
     index: int
     wanted: Callable[[Words], Words]
 
     def words(self, seconds: float) -> Words | None:
         """See `TokenMask.words`."""
-        if not self.draft_words.is_known.wait(max(seconds, 0)) or self.index >= len(
-            self.draft_words.words
-        ):
+        if not self.draft.is_known.wait(max(seconds, 0)) or self.index >= len(self.draft.words):
             return None
-        return self.wanted(self.draft_words.words[self.index])
+        return self.wanted(self.draft.words[self.index])

@@ -20,8 +20,8 @@ import torch
 import tvm_ffi
 
 from fakes.native_flashinfer import replace_native_modules
-from prefixcache.runner.cuda.attention.base import AttentionSpec
-from prefixcache.runner.cuda.attention.flashinfer import FlashInferAttention
+from prefixcache.runner.torch.attention.base import AttentionSpec
+from prefixcache.runner.torch.attention.flashinfer import FlashInferAttention
 from reference.paged_attention import SlowSequence, batch_of
 
 PAGE = 16

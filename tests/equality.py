@@ -41,7 +41,7 @@ from prefixcache.engine.engine import Engine
 from prefixcache.kv.specs import KVGroup, kv_layout
 from prefixcache.models.conversion import dequantize_folder, quantize_folder
 from prefixcache.runner.cpu.kv_memory import KVMemory
-from prefixcache.runner.cuda.kv_tensors import KVTensors
+from prefixcache.runner.torch.kv_tensors import KVTensors
 from prefixcache.scheduler.drafts import Drafter
 from prefixcache.text.grammar.answer_matcher import AnswerMatcher
 from prefixcache.text.grammar.vocabulary import Words

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from record import Row
 
-from prefixcache.runner.cuda.attention.base import AttentionSpec
-from prefixcache.runner.cuda.attention.flashinfer_plan import needs_tensor_cores
+from prefixcache.runner.torch.attention.base import AttentionSpec
+from prefixcache.runner.torch.attention.flashinfer_plan import needs_tensor_cores
 
 PREBUILT_CASES: tuple[dict[str, Any], ...] = (
     {"num_heads": 28, "num_kv_heads": 4, "head_dim": 128},

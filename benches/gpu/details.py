@@ -14,10 +14,10 @@ from system import Setup, System, mixed_batch, random_prompts
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from prefixcache.runner.cuda.attention.base import AttentionSpec, kv_shape_nhd
-from prefixcache.runner.cuda.attention.flashinfer import FlashInferAttention, load_kernels
-from prefixcache.runner.cuda.decoder_model import DecoderModel
-from prefixcache.runner.cuda.ops.linear import TorchLinear
+from prefixcache.runner.torch.attention.base import AttentionSpec, kv_shape_nhd
+from prefixcache.runner.torch.attention.flashinfer import FlashInferAttention, load_kernels
+from prefixcache.runner.torch.decoder_model import DecoderModel
+from prefixcache.runner.torch.ops.linear import TorchLinear
 from reference import flashinfer_reference
 
 _SHOWN_KERNELS = 14

@@ -30,11 +30,11 @@ from system import Setup, System, mixed_batch, random_model, random_prompts, ref
 
 from prefixcache.config.rope_config import RopeConfig
 from prefixcache.kv.specs import KVGroup
-from prefixcache.runner.cuda.attention.base import AttentionGroup, AttentionSpec, kv_shape_nhd
-from prefixcache.runner.cuda.attention.registry import AttentionOptions, make_attention
-from prefixcache.runner.cuda.decoder_model import DecoderModel
-from prefixcache.runner.cuda.ops import activation, norm, rope
-from prefixcache.runner.cuda.ops.cuda import is_hopper, pin_matmul
+from prefixcache.runner.torch.attention.base import AttentionGroup, AttentionSpec, kv_shape_nhd
+from prefixcache.runner.torch.attention.registry import AttentionOptions, make_attention
+from prefixcache.runner.torch.decoder_model import DecoderModel
+from prefixcache.runner.torch.ops import activation, norm, rope
+from prefixcache.runner.torch.ops.cuda import is_hopper, pin_matmul
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,16 +18,16 @@ from prefixcache.engine.request_rules import RequestRules
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.specs import kv_layout
 from prefixcache.models.replaceable import ReplaceableModel
-from prefixcache.runner.cuda.attention.base import AttentionBackend, AttentionBatch, AttentionSpec
-from prefixcache.runner.cuda.attention.flashinfer import FlashInferAttention
-from prefixcache.runner.cuda.attention.grouped import GroupedAttention
-from prefixcache.runner.cuda.attention.registry import AttentionOptions, make_attention
-from prefixcache.runner.cuda.decoder_model import DecoderModel
-from prefixcache.runner.cuda.device import device_memory, make_graphs, profile_blocks
-from prefixcache.runner.cuda.kv_tensors import KVTensors, attention_groups
-from prefixcache.runner.cuda.model_memory import TorchModelMemory
-from prefixcache.runner.cuda.model_runner import ModelRunner
-from prefixcache.runner.cuda.ops.sets import Ops
+from prefixcache.runner.torch.attention.base import AttentionBackend, AttentionBatch, AttentionSpec
+from prefixcache.runner.torch.attention.flashinfer import FlashInferAttention
+from prefixcache.runner.torch.attention.grouped import GroupedAttention
+from prefixcache.runner.torch.attention.registry import AttentionOptions, make_attention
+from prefixcache.runner.torch.decoder_model import DecoderModel
+from prefixcache.runner.torch.device import device_memory, make_graphs, profile_blocks
+from prefixcache.runner.torch.kv_tensors import KVTensors, attention_groups
+from prefixcache.runner.torch.model_memory import TorchModelMemory
+from prefixcache.runner.torch.model_runner import ModelRunner
+from prefixcache.runner.torch.ops.sets import Ops
 from prefixcache.scheduler.scheduler import Scheduler
 from prefixcache.types.request import Request
 from prefixcache.types.sampling_params import SamplingParams

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from prefixcache.config.model_config import ModelConfig
-from prefixcache.runner.cuda.attention.base import AttentionBatch, AttentionSpec
-from prefixcache.runner.cuda.attention.flashinfer import FlashInferAttention, make_flashinfer
-from prefixcache.runner.cuda.cuda_graph import CudaCapture
-from prefixcache.runner.cuda.decoder_model import DecoderModel
-from prefixcache.runner.cuda.ops.sets import Ops
+from prefixcache.runner.torch.attention.base import AttentionBatch, AttentionSpec
+from prefixcache.runner.torch.attention.flashinfer import FlashInferAttention, make_flashinfer
+from prefixcache.runner.torch.cuda_graph import CudaCapture
+from prefixcache.runner.torch.decoder_model import DecoderModel
+from prefixcache.runner.torch.ops.sets import Ops
 from reference import flashinfer_reference
 from reference.paged_attention import SlowSequence, batch_of
 from support.paged_models import PagedServer

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from prefixcache.config.rope_config import RopeConfig
-from prefixcache.runner.cuda.ops import activation, norm, rope
-from prefixcache.runner.cuda.sampling.sampler import greedy_token_ids
+from prefixcache.runner.torch.ops import activation, norm, rope
+from prefixcache.runner.torch.sampling.sampler import greedy_token_ids
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -54,7 +54,7 @@ def test_a_row_of_a_fused_op_does_not_depend_on_the_others(device: torch.device)
 
 
 def test_keys_go_to_the_cache_as_they_are_rotated_alone(device: torch.device) -> None:
-    from prefixcache.runner.cuda.ops import triton_kernels
+    from prefixcache.runner.torch.ops import triton_kernels
 
     heads = torch.randn(70, 36, 128, device=device).bfloat16()
     rotation = rope.RotaryEmbedding(RopeConfig(), 128, 99, device).at(

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from prefixcache import LLM, SamplingParams
-from prefixcache.runner.cuda.batch import resolve_pending
+from prefixcache.runner.torch.batch import resolve_pending
 
 PROMPTS = [[*range(20 + i, 60 + i)] for i in range(5)]
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -21,7 +21,7 @@ def test_answers_do_not_depend_on_run_ahead(
 ) -> None:
     """Five answers of one length: both runs compute the same batches, and so the same bits."""
     resolve = mock.Mock(side_effect=resolve_pending)
-    monkeypatch.setattr("prefixcache.runner.cuda.batch.resolve_pending", resolve)
+    monkeypatch.setattr("prefixcache.runner.torch.batch.resolve_pending", resolve)
     llm = LLM(
         str(tiny_checkpoint("qwen3", head_dim=128)),
         dtype="bfloat16",

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefixcache.runner.cuda.attention.base import AttentionSpec
-from prefixcache.runner.cuda.attention.flashinfer import FlashInferAttention
-from prefixcache.runner.cuda.attention.flashinfer_plan import pad_decodes, select_sequences
+from prefixcache.runner.torch.attention.base import AttentionSpec
+from prefixcache.runner.torch.attention.flashinfer import FlashInferAttention
+from prefixcache.runner.torch.attention.flashinfer_plan import pad_decodes, select_sequences
 from reference import flashinfer_reference
 from reference.paged_attention import SlowSequence, batch_of, slow_attention
 

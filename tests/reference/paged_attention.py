@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from prefixcache.runner.cuda.attention.base import AttentionBatch, AttentionSpec
+from prefixcache.runner.torch.attention.base import AttentionBatch, AttentionSpec
 
 
 @dataclass(frozen=True)

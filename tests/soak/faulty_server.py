@@ -15,7 +15,7 @@ from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.tiers import disk_tier
 from prefixcache.kv.tiers.disk_store import DiskStore
 from prefixcache.models import weights
-from prefixcache.runner.cuda.model_runner import ModelRunner
+from prefixcache.runner.torch.model_runner import ModelRunner
 from prefixcache.scheduler.step_time import StepTimeModel
 from prefixcache.server import app
 from prefixcache.server.openai.response_store import ResponseStore

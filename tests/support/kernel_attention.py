@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from prefixcache._core import Cpu, PagedAttention
-from prefixcache.runner.cuda.attention.base import (
+from prefixcache.runner.torch.attention.base import (
     AttentionBackend,
     AttentionBatch,
     AttentionSpec,
 )
-from prefixcache.runner.cuda.attention.torch_attention import TorchAttention
+from prefixcache.runner.torch.attention.torch_attention import TorchAttention
 
 
 class KernelAttention:

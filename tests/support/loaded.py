@@ -16,9 +16,9 @@ from prefixcache.models.arrays import Array, given_array
 from prefixcache.models.loader import load_model
 from prefixcache.runner.cpu.linear import KernelDType
 from prefixcache.runner.cpu.model import CpuModel
-from prefixcache.runner.cuda.decoder_model import DecoderModel
-from prefixcache.runner.cuda.ops.arrays import tensor_of
-from prefixcache.runner.cuda.ops.sets import Ops
+from prefixcache.runner.torch.decoder_model import DecoderModel
+from prefixcache.runner.torch.ops.arrays import tensor_of
+from prefixcache.runner.torch.ops.sets import Ops
 
 CPU = torch.device("cpu")
 

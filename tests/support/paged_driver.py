@@ -16,10 +16,10 @@ from prefixcache.kv.specs import kv_layout
 from prefixcache.models.arrays import DTYPES
 from prefixcache.runner.cpu.kv_memory import KVMemory
 from prefixcache.runner.cpu.model import CpuModel, attention_kernels, step_kernels
-from prefixcache.runner.cuda.attention.base import AttentionBatch
-from prefixcache.runner.cuda.attention.registry import AttentionOptions, make_attention
-from prefixcache.runner.cuda.decoder_model import DecoderModel
-from prefixcache.runner.cuda.kv_tensors import attention_groups
+from prefixcache.runner.torch.attention.base import AttentionBatch
+from prefixcache.runner.torch.attention.registry import AttentionOptions, make_attention
+from prefixcache.runner.torch.decoder_model import DecoderModel
+from prefixcache.runner.torch.kv_tensors import attention_groups
 from support.loaded import CPU, to_torch
 
 

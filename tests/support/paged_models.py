@@ -11,14 +11,14 @@ from prefixcache.config.engine_config import SchedulerConfig
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.specs import kv_layout
 from prefixcache.models.replaceable import ReplaceableModel
-from prefixcache.runner.cuda.attention.base import AttentionBackend, AttentionSpec
-from prefixcache.runner.cuda.attention.grouped import GroupedAttention
-from prefixcache.runner.cuda.attention.torch_attention import TorchAttention
-from prefixcache.runner.cuda.cuda_graph import DecodeGraphs, graph_sizes
-from prefixcache.runner.cuda.decoder_model import DecoderModel
-from prefixcache.runner.cuda.kv_tensors import attention_groups
-from prefixcache.runner.cuda.model_runner import ModelRunner
-from prefixcache.runner.cuda.piecewise_graphs import Graphs, PiecewiseGraphs
+from prefixcache.runner.torch.attention.base import AttentionBackend, AttentionSpec
+from prefixcache.runner.torch.attention.grouped import GroupedAttention
+from prefixcache.runner.torch.attention.torch_attention import TorchAttention
+from prefixcache.runner.torch.cuda_graph import DecodeGraphs, graph_sizes
+from prefixcache.runner.torch.decoder_model import DecoderModel
+from prefixcache.runner.torch.kv_tensors import attention_groups
+from prefixcache.runner.torch.model_runner import ModelRunner
+from prefixcache.runner.torch.piecewise_graphs import Graphs, PiecewiseGraphs
 from prefixcache.scheduler.scheduler import Scheduler
 from prefixcache.types.request import Request
 from prefixcache.types.sampling_params import SamplingParams

@@ -626,7 +626,7 @@ class SpeculationConfig(Checked):
 class EngineConfig(Checked):
     """Everything an engine is started with.
 
-    `attention` is "cpu", the CPU's kernels, or a backend of `runner/cuda/attention/registry.py`;
+    `attention` is "cpu", the CPU's kernels, or a backend of `runner/torch/attention/registry.py`;
     "auto" takes the best one for the device. `batch_invariant` None is on where it
     can be kept; off, the fastest kernels are taken, whether they keep it or not. True is refused
     where it cannot be kept: by attention "torch", and on CUDA without FA3, which is for Hopper

@@ -32,7 +32,7 @@ def choose_runner(config: EngineConfig) -> Runner[Any]:
             f"{config.device} with attention {config.attention} needs torch: "
             f"{how_to_install(extra)}.",
         )
-    from prefixcache.runner.cuda.torch_runner import TorchRunner
+    from prefixcache.runner.torch.torch_runner import TorchRunner
 
     return TorchRunner(config)
 

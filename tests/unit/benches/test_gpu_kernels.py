@@ -19,7 +19,7 @@ pytest.importorskip("flashinfer")
 import flashinfer
 
 from fakes.native_flashinfer import Module, replace_native_modules
-from prefixcache.runner.cuda.attention.flashinfer import FlashInferAttention
+from prefixcache.runner.torch.attention.flashinfer import FlashInferAttention
 from reference.paged_attention import SlowSequence, batch_of
 
 BENCH = Path(__file__).parents[3] / "benches" / "gpu"

@@ -17,18 +17,18 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from unit.cuda.test_sampler import exponential_noise, mixed_rows, row
 
 from prefixcache import _core
 from prefixcache._core import Cpu, SamplerRow
 from prefixcache.exceptions import GrammarError
 from prefixcache.runner.cpu.sampler import Sampler
-from prefixcache.runner.cuda.sampling.logprobs import compute_logprobs
-from prefixcache.runner.cuda.sampling.sampler import sample
+from prefixcache.runner.torch.sampling.logprobs import compute_logprobs
+from prefixcache.runner.torch.sampling.sampler import sample
 from prefixcache.types.request import TokenLogprobs
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.step_plan import SamplingInput, SequenceOutput
 from support.plans import context
-from unit.cuda.test_sampler import exponential_noise, mixed_rows, row
 
 Logits = npt.NDArray[np.float32]
 FORMS = Cpu.available_instructions()

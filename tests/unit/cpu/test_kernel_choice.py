@@ -20,7 +20,7 @@ from prefixcache.exceptions import ConfigError
 from prefixcache.kv.specs import kv_layout
 from prefixcache.runner.cpu.cpu_runner import CpuRunner
 from prefixcache.runner.cpu.model import attention_kernels
-from prefixcache.runner.cuda.torch_runner import TorchRunner
+from prefixcache.runner.torch.torch_runner import TorchRunner
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from prefixcache.runner.cuda.attention.torch_attention import TorchAttention
-from prefixcache.runner.cuda.decoder_model import DecoderModel
+from prefixcache.runner.torch.attention.torch_attention import TorchAttention
+from prefixcache.runner.torch.decoder_model import DecoderModel
 from support.kernel_attention import KernelAttention
 from support.loaded import torch_model
 from support.paged_models import MakeAttention, PagedServer

@@ -17,10 +17,10 @@ from prefixcache.exceptions import FieldError
 from prefixcache.kv.cache_manager import CacheManager, fitting_tokens
 from prefixcache.kv.specs import GroupKind, KVGroup, kv_layout, layer_places
 from prefixcache.runner.cpu.kv_memory import KVMemory
-from prefixcache.runner.cuda.attention.base import AttentionSpec
-from prefixcache.runner.cuda.attention.registry import make_attention
-from prefixcache.runner.cuda.kv_tensors import attention_groups
 from prefixcache.runner.sizing import MemorySize, choose_num_blocks
+from prefixcache.runner.torch.attention.base import AttentionSpec
+from prefixcache.runner.torch.attention.registry import make_attention
+from prefixcache.runner.torch.kv_tensors import attention_groups
 from support.public_shapes import SHAPES
 from support.tiny_models import STATE_SHAPES
 

@@ -18,7 +18,7 @@ from prefixcache.config.generation_fields import NOT_OBEYED, OBEYED, WITHOUT_EFF
 from prefixcache.config.model_config import GenerationDefaults, ModelConfig
 from prefixcache.config.rope_config import RopeConfig
 from prefixcache.exceptions import ConfigError, ModelLoadError, UnsupportedModelError
-from prefixcache.runner.cuda.attention.registry import attention_names
+from prefixcache.runner.torch.attention.registry import attention_names
 from prefixcache.text.grammar.vocabulary import tokens_that_end
 
 

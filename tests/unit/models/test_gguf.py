@@ -25,7 +25,7 @@ from prefixcache.models.gguf.index import INDEX_FILE, read_index
 from prefixcache.models.hub import resolve_model
 from prefixcache.models.names import TensorNames
 from prefixcache.models.weights import check_folder, read_folder, shapes_of
-from prefixcache.runner.cuda.decoder_model import DecoderModel
+from prefixcache.runner.torch.decoder_model import DecoderModel
 from support.loaded import torch_model
 from support.tiny_gguf import write_gguf
 from support.tiny_models import make_model

@@ -23,7 +23,7 @@ from prefixcache.models.weights import (
     read_folder,
     shapes_of,
 )
-from prefixcache.runner.cuda.decoder_model import DecoderModel
+from prefixcache.runner.torch.decoder_model import DecoderModel
 from support.loaded import cpu_model, torch_model
 from support.tiny_models import edit_config
 

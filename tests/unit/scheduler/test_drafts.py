@@ -30,8 +30,8 @@ from prefixcache.exceptions import ConfigError
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.runner.cpu import sampler
 from prefixcache.runner.cpu.model import CpuModel, StepKernels
-from prefixcache.runner.cuda import batch
-from prefixcache.runner.cuda.ops.linear import TorchLinear
+from prefixcache.runner.torch import batch
+from prefixcache.runner.torch.ops.linear import TorchLinear
 from prefixcache.scheduler import drafts as drafts_module
 from prefixcache.scheduler.budget import Chunk
 from prefixcache.scheduler.drafts import Drafter

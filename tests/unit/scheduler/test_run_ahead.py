@@ -17,9 +17,9 @@ from fakes.fake_runner import answer_alone
 from fakes.tape import TapeCapture
 from prefixcache import LLM
 from prefixcache.engine.engine import Engine
-from prefixcache.runner.cuda.attention.flashinfer import FlashInferAttention
-from prefixcache.runner.cuda.batch import resolve_pending
-from prefixcache.runner.cuda.results import ResultCopies
+from prefixcache.runner.torch.attention.flashinfer import FlashInferAttention
+from prefixcache.runner.torch.batch import resolve_pending
+from prefixcache.runner.torch.results import ResultCopies
 from prefixcache.types.request import Request, RequestOutput
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.step_plan import StepPlan
@@ -202,7 +202,7 @@ REQUESTS = [
 @pytest.mark.parametrize("num_blocks", [14, 200])
 def test_real_answers_do_not_depend_on_run_ahead(tiny_checkpoint, num_blocks, monkeypatch):
     resolve = mock.Mock(side_effect=resolve_pending)
-    monkeypatch.setattr("prefixcache.runner.cuda.batch.resolve_pending", resolve)
+    monkeypatch.setattr("prefixcache.runner.torch.batch.resolve_pending", resolve)
     prompts = [prompt for prompt, _ in REQUESTS]
     params = [
         SamplingParams(**{"max_tokens": 12, "temperature": 0.0, "ignore_eos": True} | options)
@@ -224,7 +224,7 @@ def test_real_answers_do_not_depend_on_run_ahead(tiny_checkpoint, num_blocks, mo
 @pytest.mark.parametrize("options", [options for _, options in REQUESTS], ids=str)
 def test_every_option_is_planned_ahead(tiny_checkpoint, options, monkeypatch):
     resolve = mock.Mock(side_effect=resolve_pending)
-    monkeypatch.setattr("prefixcache.runner.cuda.batch.resolve_pending", resolve)
+    monkeypatch.setattr("prefixcache.runner.torch.batch.resolve_pending", resolve)
     llm = LLM(str(tiny_checkpoint("qwen3")), **ON_TORCH, num_blocks=50)
     llm._engine._steps._runner.steps.runs_ahead = True
     given = {"max_tokens": 9, "temperature": 0.0, "ignore_eos": True} | options
@@ -233,9 +233,9 @@ def test_every_option_is_planned_ahead(tiny_checkpoint, options, monkeypatch):
 
 
 def test_log_probabilities_of_a_prompt_are_planned_ahead(tiny_checkpoint, monkeypatch):
-    monkeypatch.setattr("prefixcache.runner.cuda.model_runner._LOGPROB_ROWS", 5)
+    monkeypatch.setattr("prefixcache.runner.torch.model_runner._LOGPROB_ROWS", 5)
     resolve = mock.Mock(side_effect=resolve_pending)
-    monkeypatch.setattr("prefixcache.runner.cuda.batch.resolve_pending", resolve)
+    monkeypatch.setattr("prefixcache.runner.torch.batch.resolve_pending", resolve)
     delivered = []
     for ahead in (False, True):
         small = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "num_blocks": 50}

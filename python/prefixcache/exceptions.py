@@ -7,6 +7,7 @@ PrefixCacheError
 │   └── SlowGrammarError     it takes longer to compile than was allowed
 ├── ConfigError              a flag or a model's configuration is wrong
 │   ├── FieldError           names the flag or field
+│   │   └── SeveralFieldsError  has the errors of several
 │   └── UnsupportedModelError
 ├── ModelLoadError           weights are missing, broken or could not be fetched
 ├── OutOfMemoryError         the requested cache does not fit into memory
@@ -19,6 +20,11 @@ PrefixCacheError
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class PrefixCacheError(Exception):
@@ -70,6 +76,46 @@ class FieldError(ConfigError):
         super().__init__(f"{field} {problem}")
         self.field = field
         self.problem = problem
+
+    @property
+    def errors(self) -> tuple[FieldError, ...]:
+        """One error for each wrong value."""
+        return (self,)
+
+
+class SeveralFieldsError(FieldError):
+    """Several values are wrong; its text has a line for each."""
+
+    def __init__(self, errors: Sequence[FieldError]) -> None:
+        super().__init__(errors[0].field, errors[0].problem)
+        self.args = ("\n".join(map(str, errors)),)
+        self._errors = tuple(errors)
+
+    @property
+    def errors(self) -> tuple[FieldError, ...]:
+        """One error for each wrong value."""
+        return self._errors
+
+
+def collect(calls: Iterable[Callable[[], T]]) -> list[T]:
+    """The results of all calls. Raises `FieldError` with the errors of all that fail."""
+    errors = list[FieldError]()
+
+    def tried(call: Callable[[], T]) -> Iterator[T]:
+        try:
+            yield call()
+        except FieldError as error:
+            errors.extend(error.errors)
+
+    results = [result for call in calls for result in tried(call)]
+    if errors:
+        raise joined(errors)
+    return results
+
+
+def joined(errors: Sequence[FieldError]) -> FieldError:
+    """All of these as one error; there is at least one."""
+    return SeveralFieldsError(errors) if errors[1:] else errors[0]
 
 
 class UnsupportedModelError(ConfigError):

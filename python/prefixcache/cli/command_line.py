@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import Field, dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -23,7 +23,13 @@ from click.core import ParameterSource
 from prefixcache.cli.vllm_options import VllmOption, plain_options
 from prefixcache.config.checked import adapters, check, shown
 from prefixcache.config.flags import Group, build, closest, leaves
-from prefixcache.exceptions import FieldError, InvalidRequestError, PrefixCacheError
+from prefixcache.exceptions import (
+    FieldError,
+    InvalidRequestError,
+    PrefixCacheError,
+    collect,
+    joined,
+)
 
 T = TypeVar("T")
 # Where a user said a value, and the value.
@@ -38,6 +44,7 @@ _SOURCES = (
 # Groups that several commands share, of which a long help shows the common flags alone.
 _SHARED = ("Model", "Server", "Access", "TLS", "Scheduling", "Cache")
 _FEW = 20
+_UNKNOWN = "prefixcache.unknown"  # options that do not exist, in a context
 _HELP = "prefixcache.help"  # what was asked of --help, in a context
 _METAVARS = {int: "<int>", float: "<number>", str: "<text>", Path: "<path>"}
 
@@ -59,13 +66,21 @@ class Given:
         except FieldError as error:
             raise self.placed(error, leaves(kind)) from None
 
+    def check(self, *kinds: type[Any]) -> None:
+        """Raises `FieldError` with all that is wrong in these dataclasses."""
+        collect(partial(self.make, kind) for kind in kinds)
+
     def placed(self, error: FieldError, flags: Collection[str]) -> FieldError:
         """The error, which names those `flags` that are in it as they were said."""
 
         def said(match: re.Match[str]) -> str:
             return self._place(match[0]) if match[0] in flags else match[0]
 
-        return FieldError(self._place(error.field), re.sub(r"[a-z]+_\w+", said, error.problem))
+        def put(error: FieldError) -> FieldError:
+            field = self._place(error.field) if error.field in flags else error.field
+            return FieldError(field, re.sub(r"[a-z]+_\w+", said, error.problem))
+
+        return joined([put(part) for part in error.errors])
 
     def _place(self, name: str) -> str:
         return self.places.get(name, _dashed(name))
@@ -144,7 +159,8 @@ class FlagCommand(click.Command):
             with suppress(BrokenPipeError):
                 self._run_placed(self._given(ctx))
         except PrefixCacheError as error:
-            click.echo(f"error: {error}", err=True)
+            for line in error.errors if isinstance(error, FieldError) else [error]:
+                click.echo(f"error: {line}", err=True)
             sys.exit(2 if isinstance(error, (FieldError, InvalidRequestError)) else 1)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -159,31 +175,56 @@ class FlagCommand(click.Command):
             for names in (param.opts, param.secondary_opts)
             for name in names
         }
-        return super().parse_args(ctx, _spread(plain_options(args, options), greedy))
+        return self._parsed(ctx, _spread(plain_options(args, options), greedy))
+
+    def _parsed(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Leaves out options that do not exist, of which `_given` makes errors."""
+        unknown: list[str] = ctx.meta.setdefault(_UNKNOWN, [])
+        try:
+            return super().parse_args(ctx, list(args))
+        except click.NoSuchOption as error:
+            if isinstance(self, click.Group):
+                raise
+            unknown.append(error.option_name)
+            return self._parsed(ctx, _without(args, error.option_name))
+        except click.MissingParameter as error:
+            if unknown:  # its value may be what is missing
+                raise click.NoSuchOption(unknown[0], ctx=ctx) from None
+            raise error from None
 
     def _run_placed(self, given: Given) -> None:
         """Flags that turn out wrong once the model is known are named as the user said them."""
         try:
             self._run(given)
         except FieldError as error:
-            if error.field in self._flags:
-                error = given.placed(error, self._flags)
-            raise error from None
+            raise given.placed(error, self._flags) from None
 
     def _given(self, ctx: click.Context) -> Given:
         path = ctx.params["config"] or _variable("config")
         file = _read_file(Path(path), self._flags) if path else {}
-        for param in self.params:
-            if isinstance(param, VllmOption):
-                param.refuse(ctx)
         values = {name: ctx.params[name] for name in ctx.params if name not in self._flags}
         places = dict[str, str]()
-        for name, option in self._flags.items():
+
+        def read(name: str, option: FlagOption) -> None:
             said = option.said(ctx, file)
             if said is not None:
                 places[name], value = said
                 values[name] = option.read(places[name], value)
+
+        refused = [param for param in self.params if isinstance(param, VllmOption)]
+        collect(
+            [
+                *(partial(self._refuse, name) for name in ctx.meta[_UNKNOWN]),
+                *(partial(option.refuse, ctx) for option in refused),
+                *(partial(read, *item) for item in self._flags.items()),
+            ]
+        )
         return Given(values, places)
+
+    def _refuse(self, unknown: str) -> None:
+        names = {name: param for param in self.params for name in param.opts}
+        problem = f"is not a flag of this command{closest(unknown, names) or '.'}"
+        raise FieldError(unknown, problem)
 
     def get_help_option(self, ctx: click.Context) -> click.Option | None:
         """`--help`, which takes a group where there are many flags."""
@@ -403,6 +444,13 @@ def _spread(args: Sequence[str], greedy: Collection[str]) -> list[str]:
                 spread.append(option)
         spread.append(arg)
     return spread
+
+
+def _without(args: Sequence[str], unknown: str) -> list[str]:
+    """The command line without an option, and without what may be its value."""
+    place = next(i for i, arg in enumerate(args) if arg.partition("=")[0] == unknown)
+    has_value = "=" not in args[place] and not "".join(args[place + 1 : place + 2]).startswith("-")
+    return [*args[:place], *args[place + 1 + has_value :]]
 
 
 def _variable(name: str) -> str | None:

@@ -21,7 +21,7 @@ from prefixcache.cli.completion import SHELLS, completion
 from prefixcache.cli.doctor import DoctorOptions, doctor
 from prefixcache.cli.explain import ExplainOptions, explain
 from prefixcache.cli.kv_files import CACHE
-from prefixcache.cli.models import ModelsOptions, models
+from prefixcache.cli.models import MODELS
 from prefixcache.cli.replay import replay
 from prefixcache.cli.rerun import rerun
 from prefixcache.cli.verify import verify
@@ -121,6 +121,7 @@ def main() -> None:
 
 def serve(given: Given) -> None:
     """Serve a model to OpenAI clients."""
+    given.check(EngineConfig, ServeOptions)
     config, options = given.make(EngineConfig), given.make(ServeOptions)
     set_up_logging(
         options.log_level,
@@ -138,6 +139,7 @@ def serve_ray(given: Given) -> None:
 
     Each prompt goes to the engine that has its prefix cached.
     """
+    given.check(EngineConfig, ServeOptions, RayOptions)
     config, options = given.make(EngineConfig), given.make(ServeOptions)
     ray_options = given.make(RayOptions)
     set_up_logging(options.log_level, options.log_format, shows_prompts=options.log_prompts)
@@ -362,7 +364,7 @@ app = App(
             ChatOptions,
             examples=["prefixcache chat", "prefixcache chat --url http://127.0.0.1:9000"],
         ),
-        FlagCommand(models, ModelsOptions, examples=["prefixcache models"]),
+        MODELS,
         FlagCommand(doctor, DoctorOptions, examples=["prefixcache doctor"]),
         FlagCommand(
             completion,

@@ -1,17 +1,24 @@
-"""The command `prefixcache models`: what can be served without a download, and what has a name."""
+"""The command `prefixcache models`: what can be served without a download, and its removal."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import click
 
-from prefixcache.cli.command_line import Given
-from prefixcache.config.checked import Checked
+from prefixcache.cli.command_line import FlagCommand, FlagGroup, Given
+from prefixcache.config.checked import Checked, shown
 from prefixcache.config.flags import flag
+from prefixcache.exceptions import FieldError, PrefixCacheError
+from prefixcache.models.gguf.choice import stem_of
+
+_NAMES = click.Argument(
+    ["names"], metavar="NAME...", nargs=-1, required=True, help="Models as `models` shows them."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +48,7 @@ def models(given: Given) -> None:
     the hub's cache. Any other folder, GGUF file or hub id can be served too.
     """
     options = given.make(ModelsOptions)
-    listed = [*_aliases(), *_converted(), *_of_the_hub()]
+    listed = _listed()
     if options.json:
         click.echo(json.dumps([asdict(model) for model in listed], indent=1))
         return
@@ -50,6 +57,49 @@ def models(given: Given) -> None:
     for *columns, folder in rows:
         padded = (text.ljust(width) for text, width in zip(columns, widths, strict=True))
         click.echo("  ".join([*padded, folder]).rstrip())
+
+
+def rm(given: Given) -> None:
+    """Remove models from this machine.
+
+    Of an alias or a hub id all that was fetched goes; of a GGUF file, named as `models` shows it or
+    by its stem, what was converted for its start. The file itself stays.
+    """
+    names: tuple[str, ...] = given.values["names"]
+    named = {
+        model.folder: model
+        for model in _listed()
+        if model.folder and set(names) & set(_names(model))
+    }
+    for name in set(names).difference(*map(_names, named.values())):
+        raise FieldError("NAME", f"must be a model that `models` shows, got {shown(name)}.")
+    for folder, model in named.items():
+        num_bytes = _remove(model, Path(folder))
+        click.echo(f"{model.name}: removed {num_bytes / 2**20:,.1f} MiB")
+
+
+def _names(model: KnownModel) -> tuple[str, ...]:
+    is_file = model.source == "GGUF file"
+    return (model.name, stem_of(Path(model.name).name)) if is_file else (model.name,)
+
+
+def _remove(model: KnownModel, folder: Path) -> int:
+    """Returns the bytes that are free again. Raises `PrefixCacheError`."""
+    from prefixcache.models.hub import remove_folder
+
+    num_bytes = _size(folder)
+    try:
+        if model.source == "hub":
+            shutil.rmtree(folder)
+        else:
+            remove_folder(folder)
+    except OSError as error:
+        raise PrefixCacheError(f"{model.name} is not removed: {error}.") from error
+    return num_bytes
+
+
+def _listed() -> list[KnownModel]:
+    return [*_aliases(), *_converted(), *_of_the_hub()]
 
 
 def _row(model: KnownModel) -> tuple[str, str, str, str]:
@@ -99,4 +149,13 @@ def _of_the_hub() -> Iterator[KnownModel]:
 
 
 def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    """Bytes of the folder's own files, not of those that links lead to."""
+    return sum(file.lstat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+MODELS = FlagGroup(
+    models,
+    ModelsOptions,
+    below=[FlagCommand(rm, arguments=[_NAMES], examples=["prefixcache models rm Qwen/Qwen3-0.6B"])],
+    examples=["prefixcache models"],
+)

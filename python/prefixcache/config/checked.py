@@ -9,12 +9,12 @@ import re
 import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, TypeGuard, get_type_hints
 
 from annotated_types import Ge, Gt, Le
 
-from prefixcache.exceptions import FieldError
+from prefixcache.exceptions import FieldError, collect
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
@@ -56,9 +56,12 @@ class Checked:
     def __post_init__(self) -> None:
         kind: type[Any] = type(self)
         secrets = {field.name for field in fields(kind) if not field.repr}
-        for name, adapter in adapters(kind).items():
+
+        def set_checked(name: str, adapter: TypeAdapter[Any]) -> None:
             value = check(adapter, name, getattr(self, name), secret=name in secrets)
             object.__setattr__(self, name, value)
+
+        collect(partial(set_checked, *item) for item in adapters(kind).items())
         self.check_together()
 
     def check_together(self) -> None:

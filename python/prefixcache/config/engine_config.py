@@ -27,7 +27,7 @@ from prefixcache.config.checked import (
     is_count,
 )
 from prefixcache.config.flags import build, flag, named
-from prefixcache.exceptions import FieldError
+from prefixcache.exceptions import FieldError, collect
 
 if TYPE_CHECKING:
     from prefixcache.config.model_config import ModelConfig
@@ -358,16 +358,17 @@ class CacheConfig(Checked):
 
     def check_together(self) -> None:
         """Raises `FieldError`."""
+        collect([self._check_sizes, self._check_range, self._check_folders, self._check_pins])
+
+    def _check_sizes(self) -> None:
         for name in ("block_size", "state_block_size"):
             size = getattr(self, name)
             if size & (size - 1):
                 raise FieldError(
                     name, f"must be a power of two from 1 to {MAX_BLOCK_SIZE}, got {size}."
                 )
-        if self.num_blocks is not None and self.kv_cache_memory is not None:
-            raise FieldError("kv_cache_memory", "excludes num_blocks: give one, not both.")
-        self._check_range()
-        self._check_folders()
+
+    def _check_pins(self) -> None:
         if self.pin_swa_tokens and self.prefix_cache_retention_interval == "none":
             raise FieldError(
                 "prefix_cache_retention_interval",
@@ -398,6 +399,8 @@ class CacheConfig(Checked):
 
     def _check_range(self) -> None:
         """The floor, the start and the ceiling ascend, as far as they can be compared yet."""
+        if self.num_blocks is not None and self.kv_cache_memory is not None:
+            raise FieldError("kv_cache_memory", "excludes num_blocks: give one, not both.")
         names = ("kv_cache_min_memory", "kv_cache_memory", "kv_cache_max_memory")
         given = [(name, getattr(self, name)) for name in names if getattr(self, name) is not None]
         for index, (low, least) in enumerate(given):

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import Field, field, fields, is_dataclass
 from difflib import get_close_matches
+from functools import partial
 from typing import Any, Literal, TypeVar
 
-from prefixcache.exceptions import ConfigError
+from prefixcache.exceptions import ConfigError, collect
 
 T = TypeVar("T")
 
@@ -83,14 +84,15 @@ def build(kind: type[T], given: Mapping[str, Any]) -> T:
 
     Raises `FieldError` for a wrong value.
     """
-    values = dict[str, Any]()
+    values, parts = dict[str, Any](), dict[str, type[Any]]()
     for member in fields(kind):  # pyright: ignore[reportArgumentType]
         part = member.default_factory
         if member.name in given:
             values[member.name] = given[member.name]
         elif isinstance(part, type) and is_dataclass(part):
-            values[member.name] = build(part, given)
-    return kind(**values)
+            parts[member.name] = part
+    built = collect(partial(build, part, given) for part in parts.values())
+    return kind(**values, **dict(zip(parts, built, strict=True)))
 
 
 def shown_values(options: Any) -> dict[str, Any]:

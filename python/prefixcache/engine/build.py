@@ -36,7 +36,7 @@ from prefixcache.kv.specs import KVLayout
 from prefixcache.kv.trace_writer import TraceWriter
 from prefixcache.models.checkpoint import model_digest
 from prefixcache.models.gguf.index import has_index, read_index
-from prefixcache.models.hub import read_config, resolve_model
+from prefixcache.models.hub import check_complete, read_config, resolve_model
 from prefixcache.models.quantized import QUANT_FORMATS
 from prefixcache.runner.base import KVSpecs, ModelSpec, Runner
 from prefixcache.scheduler.drafts import Drafter
@@ -93,6 +93,7 @@ def build(
     template = read_template(config.chat_template)
     folder = folder or resolve_model(config.model, config.revision)
     check_weight_format(config, folder)
+    check_complete(folder)
     model = read_config(config.model, folder)
     model = model.for_length(config.scheduler.context_length(model))
     config = _with_activations(config.for_model(model), folder)

@@ -36,7 +36,7 @@ from prefixcache.config.pooling_mode import read_pooling
 from prefixcache.exceptions import ModelLoadError, PrefixCacheError
 from prefixcache.models.digests import compute_sha256, file_digest
 from prefixcache.models.gguf.choice import choose, parts_of, stem_of
-from prefixcache.models.gguf.index import WEIGHTS_FILE, weights_file
+from prefixcache.models.gguf.index import WEIGHTS_FILE, has_index, weights_file
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +99,33 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
         "not a folder, not a GGUF file, not a hub id (owner/name, or owner/name:Q4_K_M for one of "
         "its GGUF files)."
     )
+
+
+def names_of(name: str) -> tuple[str, ...]:
+    """What clients may call the model that `resolve_model` takes, the name that is shown first.
+
+    A GGUF file of this machine is shown by its stem.
+    """
+    path = None if name in ALIASES else _local_path(name)
+    is_file = path is not None and path.is_file()
+    return (stem_of(path.name), name) if is_file and path else (name,)
+
+
+def check_complete(folder: Path) -> None:
+    """Raises `ModelLoadError` with all that a model's folder lacks, before any of it is loaded."""
+    from prefixcache.models.weights import checkpoint_files
+
+    lacking = list[str]()
+    try:
+        if not has_index(folder):
+            checkpoint_files(folder)
+    except ModelLoadError as error:
+        lacking.append(str(error))
+    if not _has_tokenizer(folder):
+        names = ", ".join(_TOKENIZERS)
+        lacking.append(f"The folder {folder} holds no tokenizer, which is one of {names}.")
+    if lacking:
+        raise ModelLoadError(" ".join(lacking))
 
 
 def read_config(name: str, folder: Path) -> ModelConfig:
@@ -233,7 +260,7 @@ def _copy_of(repo_id: str, wanted: str | None, revision: str | None) -> Path | N
     if folder is None:
         return None
     if wanted is None and (folder / "config.json").is_file():
-        is_complete = _has_weights_and_tokenizer(folder)
+        is_complete = _has_weights(folder) and _has_tokenizer(folder)
         return _snapshot(repo_id, revision, _HUB_PATTERNS) if is_complete else None
     names = [str(file.relative_to(folder)) for file in folder.rglob("*.gguf") if file.is_file()]
     try:
@@ -257,13 +284,16 @@ def _snapshot(repo_id: str, revision: str | None, patterns: list[str]) -> Path |
         return None
 
 
-def _has_weights_and_tokenizer(folder: Path) -> bool:
+def _has_weights(folder: Path) -> bool:
     from prefixcache.models.weights import checkpoint_files
 
     try:
-        checkpoint_files(folder)
+        return bool(checkpoint_files(folder))
     except ModelLoadError:
         return False
+
+
+def _has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _TOKENIZERS)
 
 
@@ -350,6 +380,13 @@ def make_whole(folder: Path, make: Callable[[Path], None], prefix: str) -> None:
         new.mkdir()
         make(new)
         new.rename(folder)
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes what was fetched or converted. No start finds what a killed process leaves of it."""
+    leaving = folder.with_name(f"{_PARTIAL}{os.getpid()}-{folder.name}")
+    folder.rename(leaving)
+    shutil.rmtree(leaving)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from prefixcache.events.config import KVEventsConfig
 from prefixcache.events.start import event_sockets, publishing
 from prefixcache.exceptions import ConfigError, EngineDeadError, PrefixCacheError
 from prefixcache.metrics import LabelledMetrics
+from prefixcache.models.hub import names_of
 from prefixcache.ray_serve.job import Accepted, Chunk, Failed, Outputs, RoutedJob, Stale
 from prefixcache.ray_serve.replicas.replica_state import (
     UPDATE_WEIGHTS,
@@ -86,7 +87,7 @@ class EngineReplica:
         self._metrics = LabelledMetrics(
             self._engine.metrics,
             prefix=options.metrics_prefix,
-            model_name=options.served_model_name[0] if options.served_model_name else config.model,
+            model_name=(options.served_model_name or names_of(config.model))[0],
             replica=self._id,
         )
         self._arithmetic = self._served.arithmetic

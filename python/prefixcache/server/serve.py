@@ -26,6 +26,7 @@ from prefixcache.config.vllm_flags import KEY_VARIABLE, unused_variables
 from prefixcache.diagnostics.room import CacheDiagnostics
 from prefixcache.events.start import event_sockets, publishing
 from prefixcache.exceptions import FieldError
+from prefixcache.models.hub import names_of
 from prefixcache.server.admin.model_dirs import ModelDirs
 from prefixcache.server.allocator import bound_arenas
 from prefixcache.server.http.access import AccessRules, is_host_name, is_loopback
@@ -217,7 +218,8 @@ def served_model(
     """
     return ServedModel(
         pooling=chosen_pooling(options.pooling, folder, tokenizer),
-        names=tuple(name for name in options.served_model_name if name != "*") or (config.model,),
+        names=tuple(name for name in options.served_model_name if name != "*")
+        or names_of(config.model),
         any_name="*" in options.served_model_name,
         strict=options.strict,
         num_logged_characters=options.max_log_len if options.log_prompts else 0,

@@ -192,6 +192,16 @@ async def test_embeddings_and_suffixes_are_refused_by_name(client):
         assert "embeddings" in error["message"] or error["param"] == "suffix"
 
 
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate", "/api/tags", "/api/embed"])
+async def test_clients_of_ollama_learn_where_to_go(client, path):
+    response = await client.post(path, json={"model": "a", "prompt": "b"})
+    assert response.status_code == 404
+    error = response.json()["error"]
+    assert f"POST {path}. Ollama's API is not served." in error["message"]
+    assert "/v1/chat/completions" in error["message"]
+    assert error["code"] == "unsupported_endpoint"
+
+
 _RESPONSES, _ANTHROPIC = "/v1/responses", "/v1/messages"
 
 

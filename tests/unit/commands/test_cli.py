@@ -215,7 +215,7 @@ def test_help_imports_nothing_heavy():
         (["serve", "-tp", "2"], "-size asks for more than one device; only 1 is supported"),
         (["serve", "--enable-lora"], "--enable-lora asks for LoRA"),
         (["serve", "--max_model_len", "x"], "--max-model-len must be a number of tokens"),
-        (["serve", "--max_nothing", "1"], "No such option '--max_nothing'"),
+        (["serve", "--max_nothing", "1"], "--max_nothing is not a flag of this command"),
         (["serve", "--cpu-offload-gb", "4"], "--cpu-offload-gb asks for weights in another place"),
         (["serve", "--no-enable-chunked-prefill"], "--no-enable-chunked-prefill asks for whole"),
         (
@@ -259,7 +259,7 @@ def test_help_imports_nothing_heavy():
             ["serve", "-sc", '{"method": "eagle3", "model": "x"}'],
             "--speculative-config must be JSON with method ngram or suffix",
         ),
-        (["serve", "--nothing"], "No such option '--nothing'"),
+        (["serve", "--nothing"], "--nothing is not a flag of this command"),
         (["srve"], "No such command 'srve'. (Did you mean"),
         (["verify"], "Missing argument"),
         (["download", ""], "MODEL"),
@@ -274,6 +274,27 @@ def test_wrong_flags_are_one_line_and_status_2(arguments, message, monkeypatch):
     assert result.stderr.startswith("error: ")
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_all_that_is_wrong_is_said_at_once(monkeypatch):
+    monkeypatch.setenv("PREFIXCACHE_DTYPE", "int4")
+    line = "m.gguf --quux 3 -tp 2 --max-num-seq=4 --port abc --enable-lora"
+    result = _run("serve", *line.split())
+    lines = [line.partition(" ")[2] for line in result.stderr.splitlines()]
+    assert result.exit_code == 2
+    assert lines[:2] == [
+        "--quux is not a flag of this command.",
+        "--max-num-seq is not a flag of this command; did you mean --max-num-seqs?",
+    ]
+    names = {"--enable-lora", "--tensor-parallel-size", "PREFIXCACHE_DTYPE", "--port"}
+    assert {line.split()[0] for line in lines[2:]} == names
+    monkeypatch.delenv("PREFIXCACHE_DTYPE")
+    together = "--block-size 24 --num-blocks 9 --kv-cache-memory 1GiB --max-num-seqs 9"
+    more = "--max-num-batched-tokens 8 --uds-permissions 9"
+    result = _run("serve", *together.split(), *more.split())
+    names = ["--block-size", "--kv-cache-memory", "--max-num-batched-tokens", "--uds-permissions"]
+    assert [line.split()[1] for line in result.stderr.splitlines()] == names
+    assert "No such option '--nothing'" in _run("verify", "--nothing", "http://a").stderr
 
 
 def test_a_command_line_of_vllm_starts_here(served):

@@ -228,6 +228,18 @@ def test_models_lists_what_is_here_and_what_has_a_name(
     assert lines[0].split() == ["MODEL", "FROM", "SIZE", "FOLDER"]
     assert lines[1].split() == ["smollm2-135m-instruct", "alias", "3", "MiB", str(alias)]
 
+    refused = _run("models", "rm", "a/b", "nowhere")
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "must be a model that `models` shows, got 'nowhere'" in refused.stderr
+    names = ("smollm2-135m-instruct", "mine", str(tmp_path / "gone.gguf"), "a/b")
+    removed = _run("models", "rm", *names)
+    assert removed.exit_code == 0, removed.stderr
+    assert removed.stdout.splitlines()[0] == "smollm2-135m-instruct: removed 3.0 MiB"
+    assert removed.stdout.splitlines()[-1] == "a/b: removed 2.0 MiB"
+    assert [one["size"] for one in json.loads(_run("models", "--json").stdout)] == [None]
+    assert not any((tmp_path / "home/models").iterdir())
+    assert file.stat().st_size == 5 << 20
+
 
 def test_doctor_says_what_is_chosen_and_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     from prefixcache._core import Cpu

@@ -16,12 +16,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
-from prefixcache.config.engine_config import DEFAULT_MODEL
+from prefixcache.config.engine_config import DEFAULT_MODEL, EngineConfig
 from prefixcache.config.model_config import ExpertsConfig, ModelConfig
 from prefixcache.config.rope_config import RopeConfig
+from prefixcache.engine.build import build
 from prefixcache.exceptions import ModelLoadError, UnsupportedModelError
 from prefixcache.models import hub
-from prefixcache.models.hub import WheelModel, cache_home, is_downloaded, resolve_model
+from prefixcache.models.hub import WheelModel, cache_home, is_downloaded, names_of, resolve_model
 from prefixcache.text.tokenization.tokenizer import Tokenizer
 from support.loaded import cpu_model, torch_model
 from support.paged_driver import CpuDriver, Driver, PagedDriver
@@ -84,6 +85,24 @@ def left_in(home: Path) -> list[str]:
 def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model")
     assert resolve_model(str(folder)) == folder
+
+
+def test_clients_know_a_local_file_by_its_stem(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    for file in ("q-Q8_0.gguf", "r-00001-of-00002.gguf"):
+        (tmp_path / file).write_bytes(b"")
+    whole, part = str(tmp_path / "q-Q8_0.gguf"), str(tmp_path / "r-00001-of-00002.gguf")
+    assert names_of(whole) == ("q-Q8_0", whole)
+    assert names_of(part) == ("r", part)
+    assert names_of(str(tmp_path / "a")) == (str(tmp_path / "a"),)
+    assert [names_of(name) for name in ("a/b", DEFAULT_MODEL)] == [("a/b",), (DEFAULT_MODEL,)]
+
+
+def test_all_that_a_folder_lacks_is_said_at_once(tmp_path: Path) -> None:
+    config = EngineConfig(model=str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelLoadError, match=r"model\.safetensors does not exist.*no tokenizer"):
+        build(config)
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from prefixcache.exceptions import FieldError
-from prefixcache.server.http.errors import ApiError
+from prefixcache.server.http.errors import OLLAMA_PREFIX, ApiError
 from prefixcache.server.options.serve_options import CrossOrigin
 from prefixcache.types.request import CacheScope
 
@@ -54,7 +54,7 @@ _CLIENT_PATHS = frozenset(
         "/version",
     }
 )
-_CLIENT_PREFIXES = ("/v1/models/", "/v1/responses/")
+_CLIENT_PREFIXES = ("/v1/models/", "/v1/responses/", OLLAMA_PREFIX)
 _WARM_PATH = "/prefix_cache/warm"
 
 _HOST_PATTERN = re.compile(r"[\w*.-]+")

@@ -38,6 +38,11 @@ logger = logging.getLogger(__name__)
 MESSAGES_PATH = "/v1/messages"
 RESPONSES_PATH = "/v1/responses"
 MODELS_PATH = "/v1/models"
+OLLAMA_PREFIX = "/api/"
+_NO_OLLAMA = (
+    "Ollama's API is not served. OpenAI's is: send chats to /v1/chat/completions and texts to "
+    "/v1/completions; /v1/models lists the model."
+)
 # Paths that clients of both APIs ask.
 _SHARED = (MODELS_PATH, "/prefix_cache/")
 
@@ -201,8 +206,12 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     """Answers an unknown route or method, where FastAPI would in a form of its own."""
     error = cast("HTTPException", error)
     status = HTTPStatus(error.status_code)
-    message = f"{status.phrase}: {request.method} {request.url.path}"
-    return error_response(ApiError(status, message, headers=error.headers), request.scope)
+    message, code = f"{status.phrase}: {request.method} {request.url.path}", None
+    if status == HTTPStatus.NOT_FOUND and request.url.path.startswith(OLLAMA_PREFIX):
+        message, code = f"{message}. {_NO_OLLAMA}", "unsupported_endpoint"
+    return error_response(
+        ApiError(status, message, code=code, headers=error.headers), request.scope
+    )
 
 
 def _status_and_message(error: Exception) -> tuple[int, str]:

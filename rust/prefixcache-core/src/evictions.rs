@@ -1,6 +1,6 @@
 //! Content that blocks lose, reported to whoever listens.
 //!
-//! Nothing of this exists until somebody listens (`listen` of a pool): then an array
+//! Nothing of this exists until somebody listens ([`Evictions::listen`]): then an array
 //! remembers when each block's content came and was used, and every block that loses content of the current
 //! epoch leaves one [`Eviction`] in a bounded log. Any thread takes them out of it, in parallel with those that change
 //! the pool. A full log takes no more: what was not reported is counted.
@@ -15,7 +15,7 @@ use crate::clock::Clock;
 use crate::error::{InvalidArgument, ListenError, require};
 use crate::id::{BlockHash, BlockId, BlockKey, GroupId};
 use crate::records::Content;
-use crate::sync::{AtomicU32, AtomicU64, Ordering::Relaxed};
+use crate::sync::{AtomicU32, AtomicU64, OnceLock, Ordering::Relaxed};
 use crate::zeroed::{Zeroable, Zeroed};
 
 pub use gaps::ReuseGaps;
@@ -113,6 +113,68 @@ pub(crate) fn check_rising(name: &'static str, bounds: &[Duration]) -> Result<()
     require(rises, name, || "must rise from each to the next")
 }
 
+/// What a pool reports of evictions, to one listener. From any thread, in parallel with those that change the pool, none
+/// of which waits.
+pub struct Evictions {
+    log: OnceLock<EvictionLog>,
+    clock: Clock,
+    max_blocks: usize,
+}
+
+impl Evictions {
+    /// Of a pool of up to `max_blocks`, to which nobody listens yet.
+    pub(crate) fn new(max_blocks: usize, clock: Clock) -> Self {
+        Self { log: OnceLock::new(), clock, max_blocks }
+    }
+
+    /// Keeps a log of evictions from now on, of up to `capacity` blocks rounded up to a power of two,
+    /// and counts of the gaps between uses, by bounds that rise. Once in a pool's life; costs 64 bytes of memory an
+    /// eviction and 24 a block, once they are touched.
+    pub fn listen(&self, capacity: usize, gap_bounds: &[Duration]) -> Result<(), ListenError> {
+        let log = EvictionLog::new(capacity, gap_bounds, self.max_blocks, &self.clock)?;
+        self.log.set(log).map_err(|_| ListenError::Twice)
+    }
+
+    /// Takes up to `most` evictions out of the log, the oldest first; nothing where nobody listens.
+    pub fn take(&self, most: usize, out: &mut Vec<Eviction>) {
+        if let Some(log) = self.log() {
+            out.extend(std::iter::from_fn(|| log.log.pop()).take(most).map(unpack));
+        }
+    }
+
+    /// Evictions for which the log had no room.
+    #[must_use]
+    pub fn missed(&self) -> u64 {
+        self.log().map_or(0, |log| log.log.missed())
+    }
+
+    /// How long content waited between its uses; empty where nobody listens.
+    #[must_use]
+    pub fn reuse_gaps(&self) -> ReuseGaps {
+        self.log().map(|log| log.gaps.counts()).unwrap_or_default()
+    }
+
+    /// What is remembered where somebody listens.
+    #[inline]
+    pub(crate) fn log(&self) -> Option<&EvictionLog> {
+        self.log.get()
+    }
+
+    /// The same, for a call that begins: it goes by the time of now.
+    pub(crate) fn log_now(&self) -> Option<&EvictionLog> {
+        let log = self.log()?;
+        // Relaxed: a time that is read late makes an age inexact by the length of a call.
+        log.now.store(self.clock.micros(), Relaxed);
+        Some(log)
+    }
+
+    /// For how long nobody has used each block's content, where somebody listens.
+    pub(crate) fn idle_times(&self) -> Option<impl Fn(BlockId) -> Duration> {
+        let (log, now) = (self.log()?, self.clock.micros());
+        Some(move |id| Duration::from_micros(log.passed(&log.block(id).used, now)))
+    }
+}
+
 /// What a listener's pool remembers.
 pub(crate) struct EvictionLog {
     log: log::Log,
@@ -127,7 +189,7 @@ pub(crate) struct EvictionLog {
 impl EvictionLog {
     /// A log of `capacity` evictions, rounded up to a power of two, for a pool of up to `max_blocks`, and counts of
     /// the gaps between uses by bounds that rise.
-    pub(crate) fn new(
+    fn new(
         capacity: usize,
         gap_bounds: &[Duration],
         max_blocks: usize,
@@ -149,12 +211,6 @@ impl EvictionLog {
             })
         };
         log().ok_or(ListenError::OutOfMemory { capacity })
-    }
-
-    /// A batch begins.
-    pub(crate) fn set_time(&self, clock: &Clock) {
-        // Relaxed: a time that is read late makes an age inexact by the length of a call.
-        self.now.store(clock.micros(), Relaxed);
     }
 
     fn now(&self) -> u64 {
@@ -193,11 +249,6 @@ impl EvictionLog {
         self.block(block).used.store(self.now(), Relaxed);
     }
 
-    /// For how long nobody has used the block's content, in microseconds up to `now`.
-    pub(crate) fn idle(&self, block: BlockId, now: u64) -> u64 {
-        self.passed(&self.block(block).used, now)
-    }
-
     /// Content moves from a block to another, both the caller's alone.
     pub(crate) fn moved(&self, from: BlockId, to: BlockId) {
         let (from, to) = (self.block(from), self.block(to));
@@ -228,19 +279,6 @@ impl EvictionLog {
     /// The index was cleared.
     pub(crate) fn note_clear(&self) {
         self.log.push([0; log::WORDS]);
-    }
-
-    /// Takes up to `most` evictions out of the log, the oldest first.
-    pub(crate) fn take(&self, most: usize, out: &mut Vec<Eviction>) {
-        out.extend(std::iter::from_fn(|| self.log.pop()).take(most).map(unpack));
-    }
-
-    pub(crate) fn missed(&self) -> u64 {
-        self.log.missed()
-    }
-
-    pub(crate) fn gaps(&self) -> ReuseGaps {
-        self.gaps.counts()
     }
 }
 

@@ -9,6 +9,7 @@
 //! about the list that a block stands in (`class.rs`). The plain pool of `prefixcache-oracle` is their obvious form.
 
 mod counters;
+mod entries;
 pub mod many_writers;
 mod map;
 mod one_writer;

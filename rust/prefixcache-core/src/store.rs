@@ -158,6 +158,23 @@ impl Moves {
     pub fn in_flight(&self) -> &[Move] {
         &self.in_flight
     }
+
+    /// Whether moves to `num_blocks` of a pool of `most` blocks may begin.
+    pub(crate) fn check_begin(
+        &self,
+        config: &PoolConfig,
+        num_blocks: usize,
+        most: usize,
+    ) -> Result<(), ResizeError> {
+        config.check_num_blocks(num_blocks)?;
+        if !self.in_flight.is_empty() {
+            return Err(ResizeError::Moving);
+        }
+        require(num_blocks <= most, "num_blocks", || {
+            format!("must be at most {most}, the blocks that there are, not {num_blocks}")
+        })?;
+        Ok(())
+    }
 }
 
 impl sealed::Inner for Moves {
@@ -438,8 +455,11 @@ pub trait BlockStore: Lookup {
     /// the end of that. Returns whether there is one. A band lasts through hits and releases until
     /// the loss of the hash.
     ///
-    /// `held` is a block that the caller holds; it costs less where that is the copy.
-    fn set_band(&mut self, key: &BlockKey, held: BlockId, band: Band) -> bool;
+    /// `held` is a block that the caller holds; it costs less where that is the copy. The pool for many writers has no
+    /// bands: there nothing happens, and none is said to be there.
+    fn set_band(&mut self, _key: &BlockKey, _held: BlockId, _band: Band) -> bool {
+        false
+    }
 
     /// Says that content may be evicted before what follows it in its prompt, from now to the end of the epoch: see
     /// [`Lookup::evicts_in_order`].
@@ -540,10 +560,14 @@ pub trait BlockStore: Lookup {
     fn key_of(&self, block: BlockId) -> BlockKey;
 
     /// The band of the copy that hits for `key`, whether it is pinned or not.
-    fn band(&self, key: &BlockKey) -> Option<Band>;
+    fn band(&self, key: &BlockKey) -> Option<Band> {
+        self.lookup(key).map(|hit| self.held_band(hit))
+    }
 
     /// The band of a block's content, whether it is pinned or not.
-    fn held_band(&self, block: BlockId) -> Band;
+    fn held_band(&self, _block: BlockId) -> Band {
+        Band::DEFAULT
+    }
 
     /// What was noted of a block's content.
     fn marks(&self, block: BlockId) -> Marks;

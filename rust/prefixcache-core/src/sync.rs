@@ -103,6 +103,8 @@ pub(crate) enum Fault {
     EvictHashed,
     /// A pop of the free stack leaves the tag as it was.
     KeepTag,
+    /// Blocks that were never handed out are taken though another thread has taken some since.
+    BlindFresh,
     /// An insertion counts the buckets that it passed only after its entry stands.
     CountLate,
     /// A removal empties the entry without looking whether an insertion has taken its place.
@@ -143,10 +145,6 @@ pub(crate) enum Fault {
     IgnoreClass,
     /// A block gets another class by a store that does not look whether its state has changed.
     BlindClass,
-    /// Who takes a block from its place gives up where the block's class was changed there meanwhile.
-    LeaveOnce,
-    /// The class of a block in line is changed without looking whether it has other content by now.
-    SkipContentCheck,
     /// The turn of a slot of evictions ends before the record stands in it.
     PublishEarly,
     /// A record of a loss takes the place of one that nobody has read.

@@ -160,7 +160,7 @@ fn evict_against_cached(mut report: impl FnMut(&str, usize, Vec<Duration>)) {
         let mut lru = pool(EvictionPolicy::Lru);
         let mut listened = pool(EvictionPolicy::Lru);
         let reader = listened.pool.reader();
-        reader.listen(4 * EVICTED, &[]).unwrap();
+        reader.evictions().listen(4 * EVICTED, &[]).unwrap();
         let mut queues = pool(EvictionPolicy::ReuseQueue);
         // In turns: what else the machine does is then shared fairly.
         for _ in 0..20 {
@@ -168,7 +168,7 @@ fn evict_against_cached(mut report: impl FnMut(&str, usize, Vec<Duration>)) {
             lru.evict(100, |pool, blocks, _| pool.give(blocks));
             listened.evict(100, |pool, blocks, _| {
                 pool.give(blocks);
-                reader.take_evictions(EVICTED, &mut Vec::new());
+                reader.evictions().take(EVICTED, &mut Vec::new());
             });
             queues.evict(100, give_to_queue);
         }

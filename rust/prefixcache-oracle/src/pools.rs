@@ -2,8 +2,7 @@
 
 use std::time::Duration;
 
-use prefixcache_core::error::ListenError;
-use prefixcache_core::evictions::Eviction;
+use prefixcache_core::evictions::Evictions;
 use prefixcache_core::pool::many_writers::MultiPool;
 use prefixcache_core::pool::{BlockMap, MultiReader, MultiWriter, Reader, Writer};
 use prefixcache_core::store::{PoolConfig, WithReaders};
@@ -24,11 +23,8 @@ pub trait Tested: WithReaders<Reader: Watched> + Send + Sized {
 
 /// What people watch.
 pub trait Watched {
-    /// Begins to keep a log of evictions.
-    fn listen(&self, capacity: usize) -> Result<(), ListenError>;
-
-    /// The evictions in the log, the oldest first.
-    fn take_evictions(&self, most: usize) -> Vec<Eviction>;
+    /// The evictions.
+    fn evictions(&self) -> &Evictions;
 
     /// A map in up to `cells` cells; panics where there are none.
     fn map(&self, cells: usize, age_bounds: &[Duration]) -> BlockMap;
@@ -38,14 +34,8 @@ pub trait Watched {
 macro_rules! watched {
     ($reader:ty, $pool:ty) => {
         impl Watched for $reader {
-            fn listen(&self, capacity: usize) -> Result<(), ListenError> {
-                <$pool>::listen(self, capacity, &[])
-            }
-
-            fn take_evictions(&self, most: usize) -> Vec<Eviction> {
-                let mut evictions = Vec::new();
-                <$pool>::take_evictions(self, most, &mut evictions);
-                evictions
+            fn evictions(&self) -> &Evictions {
+                <$pool>::evictions(self)
             }
 
             fn map(&self, cells: usize, age_bounds: &[Duration]) -> BlockMap {

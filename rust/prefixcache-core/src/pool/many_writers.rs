@@ -4,7 +4,7 @@
 //! order of one writer's changes, so it has none of them, and no memory that outlives the process.
 //!
 //! Free blocks stand in one line: the stack of blank ones (`free_stack.rs`), then a ring (`ring.rs`) for each class,
-//! emptied one after the other; what was pinned before a clear goes first of all. The index (`entries.rs`) finds
+//! emptied one after the other; what was pinned before a clear goes first of all. The index (`../entries.rs`) finds
 //! blocks by content, the block's own state word (`block.rs`) decides every race about it, and credits
 //! (`credits.rs`) are taken before blocks are.
 //!
@@ -39,7 +39,6 @@ mod block;
 mod bound;
 mod credits;
 mod either;
-mod entries;
 mod free_stack;
 mod give;
 #[cfg(all(test, loom))]

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::time::Duration;
 
 use crate::error::{InvalidArgument, require};
-use crate::evictions::check_rising;
+use crate::evictions::{Evictions, check_rising};
 use crate::id::BlockId;
 
 /// The most cells of a map, and the most ages that it tells apart.
@@ -28,6 +28,16 @@ pub enum BlockState {
 impl BlockState {
     /// How many there are.
     pub const COUNT: usize = 4;
+
+    /// Of a block that somebody holds or not, with content that can be hit or not, which is pinned or not.
+    pub(crate) fn of(is_held: bool, is_cached: bool, is_pinned: bool) -> Self {
+        match is_cached {
+            _ if is_held => Self::Held,
+            true if is_pinned => Self::Pinned,
+            true => Self::Cached,
+            false => Self::Free,
+        }
+    }
 }
 
 /// The blocks of a pool, but the null block, counted by cells of neighbours that are as large as each other, to
@@ -44,6 +54,23 @@ pub struct BlockMap {
 }
 
 impl BlockMap {
+    /// A map of a pool of `num_blocks` blocks, the null block counted, from what `look` says of each, and whether it has
+    /// content that can be hit.
+    pub(crate) fn of_pool(
+        num_blocks: usize,
+        cells: usize,
+        age_bounds: &[Duration],
+        evictions: &Evictions,
+        look: impl Fn(BlockId) -> (BlockState, bool),
+    ) -> Result<Self, InvalidArgument> {
+        check_arguments(cells, age_bounds)?;
+        let idle_times = evictions.idle_times();
+        Ok(Self::of(num_blocks - 1, cells, age_bounds, |id| {
+            let (state, is_cached) = look(id);
+            (state, idle_times.as_ref().filter(|_| is_cached).map(|idle| idle(id)))
+        }))
+    }
+
     /// A map of `num_blocks` blocks, the null block left out, in up to `cells` cells, with the ages that `age_bounds`
     /// separate. `look` says what a block is, and when its content was used last, if it has any and that is known.
     pub fn of(
@@ -69,10 +96,7 @@ impl BlockMap {
     }
 }
 
-pub(crate) fn check_arguments(
-    cells: usize,
-    age_bounds: &[Duration],
-) -> Result<(), InvalidArgument> {
+fn check_arguments(cells: usize, age_bounds: &[Duration]) -> Result<(), InvalidArgument> {
     require((1..=MAX_CELLS).contains(&cells), "cells", || {
         format!("must be from 1 to {MAX_CELLS}, not {cells}")
     })?;

@@ -23,7 +23,6 @@
 mod backing;
 mod block;
 mod content;
-mod entries;
 mod give;
 mod handles;
 mod journal;
@@ -39,13 +38,13 @@ mod validate;
 use crate::class::{ByClass, Class, ClassSet};
 use crate::clock::Clock;
 use crate::error::{Misuse, PoolError};
-use crate::evictions::EvictionLog;
+use crate::evictions::Evictions;
 use crate::id::{BlockId, Epoch};
 use crate::policy::{EvictionPolicy, ReuseQueue, Tick};
 use crate::pool::counters::Counters;
 use crate::records::Records;
 use crate::store::{PoolConfig, StoreStats};
-use crate::sync::{Arc, AtomicU64, AtomicUsize, OnceLock, Ordering};
+use crate::sync::{Arc, AtomicU64, AtomicUsize, Ordering};
 
 use block::Block;
 use journal::Journal;
@@ -64,7 +63,7 @@ pub struct BlockPool {
     /// What chooses among the default class's queues; without it there is one.
     reuse: Option<ReuseQueue>,
     clock: Clock,
-    eviction_log: OnceLock<EvictionLog>,
+    evictions: Evictions,
 }
 
 /// What there is now, as of the last call of the writer. Relaxed, all of it: for people, and for a scheduler that is
@@ -249,8 +248,8 @@ impl BlockPool {
             counts: Counts::default(),
             disordered: AtomicU64::new(0),
             reuse,
+            evictions: Evictions::new(config.max_blocks, clock.clone()),
             clock,
-            eviction_log: OnceLock::new(),
         })
     }
 

@@ -20,7 +20,7 @@
 //! content of its own epoch. An entry from exactly 256 epochs ago looks like one of now; the caller's
 //! look at the block tells them apart, and a later epoch clears it.
 //!
-//! Here stands what readers do. How entries change is for each pool to say: an entry stands only once all buckets that
+//! Here stands what readers do. How entries change stands in `pool/entries.rs`: an entry stands only once all buckets that
 //! it passed count it, and a block's record is rewritten only after its old entry is gone.
 //!
 //! # Where entries stand

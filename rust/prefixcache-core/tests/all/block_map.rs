@@ -19,16 +19,20 @@ const BLOCKS: usize = 401;
 const STEADY: usize = 30;
 
 /// Blocks that stay as they are, whatever others do: held, pinned and cached.
-fn steady(pool: &mut impl BlockStore) -> [(BlockState, Vec<BlockId>); 3] {
+fn steady<P: Tested>(pool: &mut P) -> Vec<(BlockState, Vec<BlockId>)> {
     let part = |first| (0..STEADY).map(move |at| first + at as u64);
     let [held, pinned, cached] = [0, 1000, 2000].map(|first| hold(pool, part(first)));
     assert_eq!(pool.pin(&pinned), Ok(STEADY));
     for (number, &block) in (2000..).zip(&cached) {
-        assert!(pool.set_band(&key(number), block, Band::of(100)));
+        assert_eq!(pool.set_band(&key(number), block, Band::of(100)), P::HAS_HINTS);
     }
     pool.release(&pinned).unwrap();
     pool.release(&cached).unwrap();
-    [(BlockState::Held, held), (BlockState::Pinned, pinned), (BlockState::Cached, cached)]
+    let mut steady = vec![(BlockState::Held, held), (BlockState::Pinned, pinned)];
+    if P::HAS_HINTS {
+        steady.push((BlockState::Cached, cached));
+    }
+    steady
 }
 
 /// Requests that hit, evict, and give up content, on what is left.
@@ -80,7 +84,7 @@ impl Drop for Ending<'_> {
 fn draw_with_a_writer<P: Tested>(seed: u64, maps: usize) {
     let mut pool = P::build(PoolConfig::new(BLOCKS));
     let reader = pool.reader();
-    reader.listen(64).unwrap();
+    reader.evictions().listen(64, &[]).unwrap();
     let steady = steady(&mut pool);
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {

@@ -81,7 +81,7 @@ impl PrefixCache {
         capacity: Number<names::Capacity>,
         gap_bounds: Option<List<names::GapBounds, Duration>>,
     ) -> Result<()> {
-        Ok(self.0.reader()?.store().listen(capacity.0, &or_empty(gap_bounds))?)
+        Ok(self.0.reader()?.store().evictions().listen(capacity.0, &or_empty(gap_bounds))?)
     }
 
     /// Take up to `max_evictions` evictions out of the log, the oldest first, as arrays. Any thread.
@@ -93,7 +93,7 @@ impl PrefixCache {
         let core = self.0.reader()?;
         let evictions = py.detach(|| {
             let mut evictions = Vec::new();
-            core.store().take_evictions(max_evictions.0, &mut evictions);
+            core.store().evictions().take(max_evictions.0, &mut evictions);
             evictions
         });
         evictions::arrays(py, &evictions)
@@ -102,7 +102,7 @@ impl PrefixCache {
     /// How many evictions the log had no room for. Any thread.
     #[getter]
     fn missed_evictions(&self) -> Result<u64> {
-        Ok(self.0.reader()?.store().missed_evictions())
+        Ok(self.0.reader()?.store().evictions().missed())
     }
 
     /// `take_evictions`, by its first name.
@@ -122,7 +122,7 @@ impl PrefixCache {
 
     /// How many gaps between uses lie up to each bound, above the last, and their sum in seconds.
     fn reuse_gaps(&self) -> Result<(Vec<u64>, f64)> {
-        let gaps = self.0.reader()?.store().reuse_gaps();
+        let gaps = self.0.reader()?.store().evictions().reuse_gaps();
         Ok((gaps.counts, gaps.sum.as_secs_f64()))
     }
 

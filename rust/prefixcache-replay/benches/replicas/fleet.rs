@@ -109,7 +109,11 @@ impl Server {
     fn new(config: &CacheConfig, block_size: usize) -> Result<Self> {
         let cache = Cache::new(config, block_size)?;
         // Room for the evictions of one request at least.
-        cache.store().reader().listen((config.num_blocks + 1).next_power_of_two(), &[])?;
+        cache
+            .store()
+            .reader()
+            .evictions()
+            .listen((config.num_blocks + 1).next_power_of_two(), &[])?;
         Ok(Self {
             cache,
             queue: VecDeque::new(),
@@ -149,7 +153,7 @@ impl Server {
     /// The blocks that it lost since the last call, as KV events name them.
     fn take_evicted(&self) -> Vec<u64> {
         let mut evictions = Vec::new();
-        self.cache.store().reader().take_evictions(usize::MAX, &mut evictions);
+        self.cache.store().reader().evictions().take(usize::MAX, &mut evictions);
         let last = evictions.iter().filter_map(|eviction| match eviction {
             Eviction::Block(EvictedBlock { hash, is_last: true, .. }) => Some(hash.short()),
             Eviction::Block(_) | Eviction::Everything => None,

@@ -205,7 +205,7 @@ pub(super) enum Transition {
 pub(super) struct Block {
     state: AtomicU64,
     record: Record,
-    /// One more than the block below on the free stack; 0 if the block was never put there.
+    /// The block below on the free stack, the null block at its bottom.
     below: AtomicU32,
     /// What the cache noted of the content: see [`Marks`].
     marks: AtomicU16,
@@ -262,19 +262,14 @@ impl Block {
         }
     }
 
-    /// Leaves `place` for the state that `new` makes of the one there. Raced only when the block is elsewhere:
-    /// while it stands at its place its own class may change.
+    /// Leaves `place` for the state that `new` makes of the one there. Raced when the block is elsewhere.
     #[inline]
     fn leave(&self, place: Place, new: impl Fn(State) -> State) -> Transition {
-        let mut state = self.state();
-        while state.is_at(place) {
-            match exchange(&self.state, state.0, new(state).0) {
-                Ok(()) => return Transition::Done,
-                Err(_) if planted(Fault::LeaveOnce) => break,
-                Err(now) => state = State(now),
-            }
+        let state = self.state();
+        match state.is_at(place) {
+            true => self.exchange(state, new(state), None),
+            false => Transition::Raced,
         }
-        Transition::Raced
     }
 
     #[inline]
@@ -383,12 +378,6 @@ impl Block {
         })
     }
 
-    /// Gives a queued block, which stays at its place, the class of its own and the pin that `new` has.
-    pub(super) fn transition_in_place(&self, queued: State, new: State) -> Transition {
-        debug_assert!(queued.place().is_some() && new.place() == queued.place());
-        self.exchange(queued, new, Some(Fault::BlindClass))
-    }
-
     /// Claims the content of a held block, and takes it and the class from the block. The claim is a hold: nobody
     /// else may register or forget the block until it is given up.
     pub(super) fn transition_to_claimed(&self, held: State) -> Transition {
@@ -439,15 +428,15 @@ impl Block {
         self.marks.fetch_or(marks.0, Relaxed);
     }
 
-    /// The block below on the free stack, if this one was ever put there.
+    /// The block below on the free stack.
     #[inline]
-    pub(super) fn below(&self) -> Option<BlockId> {
+    pub(super) fn below(&self) -> BlockId {
         // Relaxed, also below: the head of the stack orders the links (`free_stack.rs`).
-        self.below.load(Relaxed).checked_sub(1).map(BlockId::new)
+        BlockId::new(self.below.load(Relaxed))
     }
 
     #[inline]
     pub(super) fn put_on(&self, below: BlockId) {
-        self.below.store(below.get() + 1, Relaxed);
+        self.below.store(below.get(), Relaxed);
     }
 }

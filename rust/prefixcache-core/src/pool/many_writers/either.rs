@@ -8,7 +8,7 @@ use crate::band::Band;
 use crate::clock::Clock;
 use crate::error::{Broken, Exhausted, InvalidArgument, ListenError, Misuse, ResizeError};
 use crate::events::{BlockTokens, EventLog, EventReader};
-use crate::evictions::{Eviction, ReuseGaps};
+use crate::evictions::Evictions;
 use crate::id::{BlockId, BlockKey, Epoch};
 use crate::policy::{Queue, ReuseQueue};
 use crate::pool::{BlockMap, Reader, Writer};
@@ -72,7 +72,6 @@ macro_rules! changes_through {
             fn pin(blocks: &[BlockId]) -> Result<usize, Misuse>;
             fn unpin(blocks: &[BlockId]) -> Result<usize, Misuse>;
             fn demote(count: usize) -> usize;
-            fn set_band(key: &BlockKey, held: BlockId, band: Band) -> bool;
             fn resize(num_blocks: usize) -> Result<usize, ResizeError>;
             fn begin_moves(num_blocks: usize, most: usize, moves: &mut Moves) -> Result<(), ResizeError>;
             fn finish_moves(moves: &mut Moves) -> Result<usize, ResizeError>;
@@ -130,7 +129,6 @@ impl<O: BlockStore, M: BlockStore> BlockStore for Either<O, M> {
         fn reads_first(keys: impl Iterator<Item = BlockKey>, most: usize) -> bool;
         fn lookup_held(key: &BlockKey, held: BlockId) -> Option<BlockId>;
         fn key_of(block: BlockId) -> BlockKey;
-        fn band(key: &BlockKey) -> Option<Band>;
         fn held_band(block: BlockId) -> Band;
         fn marks(block: BlockId) -> Marks;
         fn reuse_queue() -> Option<&ReuseQueue>;
@@ -148,6 +146,7 @@ impl<O: BlockStore, M: BlockStore> BlockStore for Either<O, M> {
         fn take_hinted_change() -> Option<HintedChange>;
         fn keep_tokens(block: BlockId, tokens: BlockTokens<'_>);
         fn keep_hint(block: BlockId, band: Band, hint: crate::backing::KeptHint);
+        fn set_band(key: &BlockKey, held: BlockId, band: Band) -> bool;
         fn set_durable(durable: bool);
         fn end_order();
     }
@@ -156,16 +155,9 @@ impl<O: BlockStore, M: BlockStore> BlockStore for Either<O, M> {
 impl AnyReader {
     forward! {
         either, &self:
-        /// See [`MultiPool::listen`](super::MultiPool::listen).
-        pub fn listen(capacity: usize, gap_bounds: &[Duration]) -> Result<(), ListenError>;
-        /// See [`MultiPool::take_evictions`](super::MultiPool::take_evictions).
-        pub fn take_evictions(most: usize, out: &mut Vec<Eviction>);
-        /// See [`MultiPool::missed_evictions`](super::MultiPool::missed_evictions).
+        /// Evictions, for whoever listens.
         #[must_use]
-        pub fn missed_evictions() -> u64;
-        /// See [`MultiPool::reuse_gaps`](super::MultiPool::reuse_gaps).
-        #[must_use]
-        pub fn reuse_gaps() -> ReuseGaps;
+        pub fn evictions() -> &Evictions;
         /// See [`MultiPool::map`](super::MultiPool::map).
         pub fn map(cells: usize, age_bounds: &[Duration]) -> Result<BlockMap, InvalidArgument>;
     }

@@ -5,26 +5,36 @@
 //! by a pop and a push of the same block fails instead of putting a stale link in the head. A chain of
 //! any length goes on, and comes off, with one exchange.
 //!
-//! A block that was never linked stands on the one with the next id. So a new pool writes to no block: a
+//! Below it stands a run of blocks that were never handed out, which no link names. So a new pool writes to no block: a
 //! million records are touched as they are handed out, not before.
+
+use std::ops::Range;
 
 use super::block::Block;
 use super::words::exchange;
 use crate::id::BlockId;
 use crate::sync::{AtomicU64, Fault, Ordering, OwnLine, planted};
 
-use Ordering::{Acquire, Relaxed};
+use Ordering::{Acquire, Relaxed, Release};
 
 const ID_BITS: u32 = 24;
 const ID_MASK: u64 = (1 << ID_BITS) - 1;
+
+fn pack(run: Range<u32>) -> u64 {
+    u64::from(run.start) << 32 | u64::from(run.end)
+}
+
+fn unpack(word: u64) -> Range<u32> {
+    (word >> 32) as u32..word as u32
+}
 
 /// A stack of block ids, linked through the blocks.
 #[derive(Debug)]
 pub(super) struct FreeStack {
     /// `tag:40 | id:24`; the null block is the bottom.
     head: OwnLine<AtomicU64>,
-    /// The block before this one is the bottom of those that were never linked.
-    unlinked_end: u32,
+    /// `first:32 | end:32` of the run below, which only gets shorter.
+    fresh: OwnLine<AtomicU64>,
 }
 
 /// A chain of blocks that its builder alone can reach, linked as it will stand on the stack.
@@ -59,7 +69,8 @@ impl Chain {
 impl FreeStack {
     /// The blocks from 1 to the one before `end`, the first on top.
     pub(super) fn new(end: usize) -> Self {
-        Self { head: OwnLine(AtomicU64::new(1)), unlinked_end: end as u32 }
+        let fresh = OwnLine(AtomicU64::new(pack(1..end as u32)));
+        Self { head: OwnLine::default(), fresh }
     }
 
     fn top(head: u64) -> BlockId {
@@ -69,14 +80,6 @@ impl FreeStack {
     fn changed(head: u64, top: BlockId) -> u64 {
         let tag = if planted(Fault::KeepTag) { head >> ID_BITS } else { (head >> ID_BITS) + 1 };
         tag << ID_BITS | u64::from(top.get())
-    }
-
-    #[inline]
-    fn below(&self, blocks: &[Block], block: BlockId) -> BlockId {
-        blocks[block.index()].below().unwrap_or_else(|| {
-            let next = block.get() + 1;
-            if next < self.unlinked_end { BlockId::new(next) } else { BlockId::NULL }
-        })
     }
 
     /// Puts a chain on top, its first block uppermost.
@@ -99,6 +102,28 @@ impl FreeStack {
     /// Takes up to `max` blocks off the top and appends them to `out`.
     pub(super) fn pop(&self, blocks: &[Block], max: usize, out: &mut Vec<BlockId>) {
         let first = out.len();
+        self.pop_linked(blocks, max, out);
+        self.take_fresh(max - (out.len() - first), out);
+    }
+
+    fn take_fresh(&self, max: usize, out: &mut Vec<BlockId>) {
+        // Relaxed: nothing is read through the run, and the exchange checks again.
+        let mut word = self.fresh.0.load(Relaxed);
+        loop {
+            let Range { start, end } = unpack(word);
+            let next = end.min(start.saturating_add(max.try_into().unwrap_or(u32::MAX)));
+            if next <= start {
+                return;
+            }
+            match exchange(&self.fresh.0, word, pack(next..end)) {
+                Err(now) if !planted(Fault::BlindFresh) => word = now,
+                _ => return out.extend((start..next).map(BlockId::new)),
+            }
+        }
+    }
+
+    fn pop_linked(&self, blocks: &[Block], max: usize, out: &mut Vec<BlockId>) {
+        let first = out.len();
         loop {
             // Acquire: the links below the top were written before the pushes that this reads from.
             let head = self.head.0.load(Acquire);
@@ -107,7 +132,7 @@ impl FreeStack {
                 out.push(top);
                 // A link that changes meanwhile belongs to a block that was popped, so the tag has moved on and
                 // the exchange fails.
-                top = self.below(blocks, top);
+                top = blocks[top.index()].below();
             }
             if out.len() == first || exchange(&self.head.0, head, Self::changed(head, top)).is_ok()
             {
@@ -117,15 +142,30 @@ impl FreeStack {
         }
     }
 
-    /// The blocks on the stack, top first. Exact only at rest.
+    /// Takes the blocks from `floor` on out, and leaves the order of the others; how many. No other thread takes blocks.
+    pub(super) fn cut(&self, blocks: &[Block], floor: usize) -> usize {
+        let mut linked = Vec::new();
+        self.pop_linked(blocks, usize::MAX, &mut linked);
+        let mut rest = Chain::EMPTY;
+        linked.iter().filter(|id| id.index() < floor).for_each(|&id| rest.append(blocks, id));
+        self.push(blocks, &rest);
+        let Range { start, end } = unpack(self.fresh.0.load(Acquire));
+        let kept = end.min(start.max(floor as u32));
+        // Release: as an exchange.
+        self.fresh.0.store(pack(start..kept), Release);
+        linked.len() - rest.len() + (end - kept) as usize
+    }
+
+    /// The free blocks without content, the next first. Exact only at rest.
     pub(super) fn walk(&self, blocks: &[Block]) -> impl Iterator<Item = BlockId> {
         let mut next = Self::top(self.head.0.load(Acquire));
         // No more steps than blocks: a damaged chain must not hang who looks for the damage.
-        (0..blocks.len()).map_while(move |_| {
+        let linked = (0..blocks.len()).map_while(move |_| {
             let block = (!next.is_null() && next.index() < blocks.len()).then_some(next)?;
-            next = self.below(blocks, block);
+            next = blocks[block.index()].below();
             Some(block)
-        })
+        });
+        linked.chain(unpack(self.fresh.0.load(Acquire)).map(BlockId::new))
     }
 }
 
@@ -136,9 +176,20 @@ mod models {
     use super::*;
     use crate::sync::{in_parallel, model};
 
+    /// A stack of blocks 1 to `linked`, above a run of those up to `end`.
+    fn shared(linked: u32, end: u32) -> Arc<(FreeStack, [Block; 5])> {
+        let stack = FreeStack::new(0);
+        stack.fresh.0.store(pack(linked + 1..end), Relaxed);
+        let blocks = [(); 5].map(|()| Block::default());
+        let mut chain = Chain::EMPTY;
+        (1..=linked).for_each(|id| chain.append(&blocks, BlockId::new(id)));
+        stack.push(&blocks, &chain);
+        Arc::new((stack, blocks))
+    }
+
     /// One thread pops a block; another pops two and puts the first of them back, then a chain.
     fn pop_with_pop_and_push() {
-        let shared = Arc::new((FreeStack::new(4), [(); 5].map(|()| Block::default())));
+        let shared = shared(3, 4);
         let other = in_parallel(&shared, |(stack, blocks)| {
             let mut mine = Vec::new();
             stack.pop(blocks, 2, &mut mine);
@@ -156,4 +207,21 @@ mod models {
     }
 
     model!(pop_with_pop_and_push, fails with KeepTag("lost or doubled"));
+
+    /// Two threads pop what was put on the stack and what was never handed out.
+    fn pop_with_pop_of_fresh() {
+        let shared = shared(1, 4);
+        let other = in_parallel(&shared, |(stack, blocks)| {
+            let mut mine = Vec::new();
+            stack.pop(blocks, 2, &mut mine);
+            mine
+        });
+        let mut all = Vec::new();
+        shared.0.pop(&shared.1, 1, &mut all);
+        all.extend(other.join().unwrap());
+        all.sort_unstable();
+        assert_eq!(all, [1, 2, 3].map(BlockId::new), "a block was lost or doubled");
+    }
+
+    model!(pop_with_pop_of_fresh, fails with BlindFresh("lost or doubled"));
 }

@@ -82,8 +82,7 @@ impl MultiPool {
     /// The caller is about to give up its holds of these blocks, up to the first that nobody holds.
     #[inline]
     pub(super) fn report_release(&self, ids: &[BlockId]) {
-        if let Some(log) = self.eviction_log.get() {
-            log.set_time(&self.clock);
+        if let Some(log) = self.evictions.log_now() {
             let held = ids.iter().take_while(|&&id| self.check_held(id).is_ok());
             held.for_each(|&id| log.released(id));
         }

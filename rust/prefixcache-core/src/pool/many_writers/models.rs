@@ -4,7 +4,6 @@ use loom::sync::Arc;
 use loom::thread::{self, JoinHandle};
 
 use super::MultiWriter as Pool;
-use crate::band::Band;
 use crate::class::Class;
 use crate::evictions::Eviction;
 use crate::id::{BlockHash, BlockId, BlockKey, GroupId};
@@ -386,39 +385,6 @@ fn pin_copy_with_evict() {
 
 model!(pin_copy_with_evict, fails with SkipRecheck("other content was pinned"));
 
-/// The band of a pinned block changes where the block stands in line, while another thread evicts it, gives it
-/// other content, and pins that or not.
-fn band_in_place(pins: bool) -> Pool {
-    let mut pool = pool(1);
-    let block = pinned(&mut pool, 1);
-    let evicting = in_parallel(&pool, move |pool| {
-        let recycled = recycle(pool);
-        let blocks = Vec::from_iter(recycled);
-        let pinned = if pins { pool.pin(&blocks) } else { Ok(0) };
-        assert!(pinned.is_ok() && pool.release(&blocks).is_ok());
-        recycled
-    });
-    pool.set_band(&key(1), BlockId::NULL, Band::of(60));
-    let evicted = evicting.join().unwrap();
-    assert!(pins || evicted == Some(block), "what fits was not served");
-    check_rest(&pool, []);
-    pool
-}
-
-fn band_in_place_with_evict() {
-    let pool = band_in_place(false);
-    assert_eq!(pool.band(&key(2)), Some(Band::DEFAULT), "other content got the band");
-}
-
-model!(band_in_place_with_evict, fails with LeaveOnce(""), BlindClass(""));
-
-fn band_in_place_with_evict_and_pin() {
-    let pool = band_in_place(true);
-    assert_ne!(pool.band(&key(2)), Some(Band::of(60)), "other content got the band");
-}
-
-model!(band_in_place_with_evict_and_pin, fails with SkipContentCheck("other content got the band"));
-
 /// Everything is forgotten, and a block given up that another thread may have hit before.
 fn stale_release_with_touch() {
     let mut pool = pool(1);
@@ -472,14 +438,14 @@ model!(evict_with_move_between_queues, fails with IgnoreClass("the pool is whole
 /// the content is gone, or it would believe for ever that it is there.
 fn two_evictions_of_duplicates() {
     let mut pool = pool(2);
-    pool.listen(2, &[]).unwrap();
+    pool.evictions().listen(2, &[]).unwrap();
     let copies = [(); 2].map(|()| allocate(&mut pool).unwrap());
     let _ = copies.map(|block| put(&mut pool, block, 1));
     pool.release(&copies).unwrap();
     let evicting = in_parallel(&pool, allocate);
     let held = [allocate(&mut pool), evicting.join().unwrap()];
     let mut evictions = Vec::new();
-    pool.take_evictions(8, &mut evictions);
+    pool.evictions().take(8, &mut evictions);
     let says_last = |loss: &Eviction| matches!(loss, Eviction::Block(block) if block.is_last);
     assert_eq!(evictions.len(), 2, "an eviction was reported twice or not at all");
     assert!(evictions.iter().any(says_last), "nobody tells of the end");

@@ -20,10 +20,11 @@ use super::MultiPool;
 use super::block::{Place, Transition};
 use super::take::Taking;
 use crate::class::Class;
-use crate::error::{ResizeError, require};
+use crate::error::ResizeError;
 use crate::evictions::Cause;
 use crate::id::BlockId;
 use crate::policy::{Rank, ReuseQueue};
+use crate::pool::entries::Among;
 use crate::records::Content;
 use crate::store::{Move, Moves, Plan};
 use crate::sync::{Fault, planted, prefetch};
@@ -39,14 +40,7 @@ impl MultiPool {
         most: usize,
         moves: &mut Moves,
     ) -> Result<(), ResizeError> {
-        self.config.check_num_blocks(num_blocks)?;
-        if !moves.in_flight.is_empty() {
-            return Err(ResizeError::Moving);
-        }
-        let most_blocks = self.records.num_blocks();
-        require(num_blocks <= most_blocks, "num_blocks", || {
-            format!("must be at most {most_blocks}, the blocks that there are, not {num_blocks}")
-        })?;
+        moves.check_begin(&self.config, num_blocks, self.records.num_blocks())?;
         let Some(resizing) = self.credits.begin_resize() else {
             return Err(ResizeError::Busy);
         };
@@ -57,7 +51,7 @@ impl MultiPool {
         self.plan(&mut moves.plan);
         while moves.in_flight.len() < most {
             let wanted = BATCH.min(most - moves.in_flight.len());
-            // Fewer than asked for: blocks below are left that go before some of the batch alstep.
+            // Fewer than asked for: blocks below are left that go before some of the batch alone.
             if self.add_moves(wanted, moves) < wanted && self.add_moves(1, moves) == 0 {
                 break;
             }
@@ -189,7 +183,7 @@ impl MultiPool {
         if let Some(reuse) = &self.reuse {
             reuse.take_place(step.from, step.to);
         }
-        if let Some(log) = self.eviction_log.get() {
+        if let Some(log) = self.evictions.log() {
             log.moved(step.from, step.to);
         }
         let replaced = to.transition_to_replacing(state);
@@ -197,7 +191,7 @@ impl MultiPool {
         self.ring(place.class).replace(place.ticket, step.from, step.to);
         // A copy too many has no entry, nor has content of an ended epoch that made room.
         let spot = self.records.index.spot(&content, from.epoch());
-        self.entries().replace(spot, step.from, step.to);
+        self.records.index.exchange::<Among>(spot, step.from, step.to);
         from.erase();
         from.transition_to_unqueued();
     }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::block::{Block, State};
+use super::block::Block;
 use super::credits::Credits;
 use super::free_stack::FreeStack;
 use super::register::Census;
@@ -10,15 +10,15 @@ use super::ring::Ring;
 use super::size::Size;
 use crate::class::{ByClass, Class, ClassSet};
 use crate::clock::Clock;
-use crate::error::{InvalidArgument, ListenError, Misuse, PoolError, require};
-use crate::evictions::{Eviction, EvictionLog, ReuseGaps};
+use crate::error::{InvalidArgument, Misuse, PoolError, require};
+use crate::evictions::Evictions;
 use crate::id::BlockId;
 use crate::policy::{EvictionPolicy, Queue, ReuseQueue};
 use crate::pool::counters::Counters;
-use crate::pool::map::{self, BlockMap, BlockState};
+use crate::pool::map::{BlockMap, BlockState};
 use crate::records::Records;
 use crate::store::{PoolConfig, StoreStats};
-use crate::sync::{AtomicBool, AtomicU64, AtomicUsize, OnceLock, Ordering, OwnLine};
+use crate::sync::{AtomicBool, AtomicU64, AtomicUsize, Ordering, OwnLine};
 
 use Ordering::{AcqRel, Acquire};
 
@@ -46,8 +46,7 @@ pub struct MultiPool {
     /// What chooses among the default class's queues; without it there is one.
     pub(super) reuse: Option<ReuseQueue>,
     pub(super) clock: Clock,
-    /// What a listener learns of evicted content.
-    pub(super) eviction_log: OnceLock<EvictionLog>,
+    pub(super) evictions: Evictions,
 }
 
 /// What is known of all rings, so that those of classes that nobody uses are not looked at.
@@ -131,8 +130,10 @@ impl MultiPool {
             EvictionPolicy::ReuseQueue => Some(ReuseQueue::new(config.max_blocks, clock.clone())?),
         };
         let ring = |class: Class| {
-            let is_used =
-                reuse.is_some() || class.queue().is_none_or(|queue| queue == Queue::new(0));
+            let is_used = match class.queue() {
+                Some(queue) => reuse.is_some() || queue == Queue::new(0),
+                None => [Class::UNNEEDED, Class::PINNED].contains(&class),
+            };
             Ring::new(class, if is_used { slots } else { 1 })
         };
         let rings: Vec<_> = Class::all().map(ring).collect::<Option<_>>()?;
@@ -149,8 +150,8 @@ impl MultiPool {
             defers_bound: AtomicBool::new(false),
             counters: Counters::default(),
             reuse,
+            evictions: Evictions::new(config.max_blocks, clock.clone()),
             clock,
-            eviction_log: OnceLock::new(),
         };
         pool.credits.give(config.num_blocks - 1);
         Some(pool)
@@ -220,60 +221,24 @@ impl MultiPool {
     /// A call begins that registers, hits, gives back or loses content: the log goes by this time.
     #[inline]
     pub(super) fn set_time_of_batch(&self) {
-        if let Some(log) = self.eviction_log.get() {
-            log.set_time(&self.clock);
-        }
+        let _ = self.evictions.log_now();
     }
 
-    /// Keeps a log of evictions from now on, of up to `capacity` blocks rounded up to a power of two,
-    /// and counts of the gaps between uses, by bounds that rise. Once in a pool's life; costs 64 bytes of memory a
-    /// loss and 24 a block, once they are touched.
-    pub fn listen(&self, capacity: usize, gap_bounds: &[Duration]) -> Result<(), ListenError> {
-        let log = EvictionLog::new(capacity, gap_bounds, self.config.max_blocks, &self.clock)?;
-        self.eviction_log.set(log).map_err(|_| ListenError::Twice)
-    }
-
-    /// Takes up to `most` evictions out of the log, the oldest first. From any thread, in parallel with those that
-    /// change the pool; nothing where nobody listens.
-    pub fn take_evictions(&self, most: usize, out: &mut Vec<Eviction>) {
-        if let Some(log) = self.eviction_log.get() {
-            log.take(most, out);
-        }
-    }
-
-    /// Evictions for which the log had no room.
+    /// Evictions, for whoever listens.
     #[must_use]
-    pub fn missed_evictions(&self) -> u64 {
-        self.eviction_log.get().map_or(0, EvictionLog::missed)
-    }
-
-    /// How long content waited between its uses; empty where nobody listens.
-    #[must_use]
-    pub fn reuse_gaps(&self) -> ReuseGaps {
-        self.eviction_log.get().map(EvictionLog::gaps).unwrap_or_default()
+    pub fn evictions(&self) -> &Evictions {
+        &self.evictions
     }
 
     /// A map of the pool in up to `cells` cells. From any thread, in parallel with those that change the pool, none of
     /// which waits: each block is counted once, as it was when it was looked at.
     pub fn map(&self, cells: usize, age_bounds: &[Duration]) -> Result<BlockMap, InvalidArgument> {
-        map::check_arguments(cells, age_bounds)?;
-        let listener = self.eviction_log.get();
-        let now = self.clock.micros();
-        Ok(BlockMap::of(self.records.num_blocks() - 1, cells, age_bounds, |id| {
+        BlockMap::of_pool(self.records.num_blocks(), cells, age_bounds, &self.evictions, |id| {
             let block = self.block(id);
             let state = block.state();
-            let has_content = state.is_hashed() && self.records.is_current(block);
-            let idle = |log: &EvictionLog| Duration::from_micros(log.idle(id, now));
-            (looks_like(state, has_content), listener.filter(|_| has_content).map(idle))
-        }))
-    }
-}
-
-fn looks_like(state: State, has_content: bool) -> BlockState {
-    match has_content {
-        _ if state.is_held() => BlockState::Held,
-        true if state.standing().is_pinned() => BlockState::Pinned,
-        true => BlockState::Cached,
-        false => BlockState::Free,
+            let is_cached = state.is_hashed() && self.records.is_current(block);
+            let is_pinned = state.standing().is_pinned();
+            (BlockState::of(state.is_held(), is_cached, is_pinned), is_cached)
+        })
     }
 }

@@ -3,12 +3,12 @@
 use super::MultiPool;
 use super::block::Transition::Done;
 use super::block::{Block, GiveUp, State, Transition};
-use super::entries::Entries;
 use super::words::{add, fence};
 use crate::class::Class;
 use crate::error::Misuse;
 use crate::evictions::Cause;
 use crate::id::{BlockId, BlockKey, Epoch};
+use crate::pool::entries::Among;
 use crate::records::index::{Only, Spot};
 use crate::records::{Content, Found, OPEN};
 use crate::store::{MAX_COPIES, Marks, Registration};
@@ -69,14 +69,10 @@ impl MultiPool {
     pub(super) fn clear_index(&self) {
         self.records.end_epoch();
         self.census.count(self.records.epoch(), 0);
-        if let Some(log) = self.eviction_log.get() {
+        if let Some(log) = self.evictions.log() {
             log.note_clear();
         }
         self.classes.mark_stale();
-    }
-
-    pub(super) fn entries(&self) -> Entries<'_> {
-        Entries(&self.records.index)
     }
 
     /// Lets a block that the caller holds be found under `key`.
@@ -161,7 +157,7 @@ impl MultiPool {
         let early = planted(Fault::LookEarly).then(look);
         let open = if planted(Fault::NumberEarly) { 0 } else { OPEN };
         let seq = self.census.next_seq() | open;
-        if let Some(log) = self.eviction_log.get() {
+        if let Some(log) = self.evictions.log() {
             log.registered(id);
         }
         block.write_content(&content, epoch, seq);
@@ -198,7 +194,8 @@ impl MultiPool {
     /// whether the entry stands.
     fn enter_index(&self, id: BlockId, spot: Spot, content: &Content, epoch: Epoch) -> bool {
         let ended = |id| self.records.spot_if_ended(id);
-        let room = self.replace_excess(id, spot, content) || self.entries().insert(spot, id, ended);
+        let room = self.replace_excess(id, spot, content)
+            || self.records.index.enter::<Among>(spot, id, ended);
         if !room {
             self.counters.drops.add(1);
         }
@@ -208,7 +205,7 @@ impl MultiPool {
         // Where the epoch has ended meanwhile, one of the next may have passed the place already.
         let over = epoch != self.records.epoch() || retired;
         if room && over {
-            self.entries().remove(spot, id);
+            self.records.index.leave::<Among>(spot, id);
         }
         let entered = room && !over;
         if entered {
@@ -229,7 +226,8 @@ impl MultiPool {
             return false;
         }
         let surplus = self.excess_copy(spot, content);
-        let replaced = surplus.is_some_and(|copy| self.entries().replace(spot, copy, id));
+        let replaced =
+            surplus.is_some_and(|copy| self.records.index.exchange::<Among>(spot, copy, id));
         if replaced {
             self.counters.surplus.add(1);
         }
@@ -292,7 +290,7 @@ impl MultiPool {
             }
             block.erase();
             // The entry is gone already where a registration took its place.
-            let removed = self.entries().remove(spot, id);
+            let removed = self.records.index.leave::<Among>(spot, id);
             if block.epoch() != now {
                 // Over, unless it began just now.
                 self.census.count(block.epoch(), -1);
@@ -308,7 +306,7 @@ impl MultiPool {
     /// `spot` is where the block's entry was.
     #[inline]
     fn report_eviction(&self, id: BlockId, spot: Option<Spot>, cause: Cause, class: Class) {
-        let Some(log) = self.eviction_log.get() else {
+        let Some(log) = self.evictions.log() else {
             return;
         };
         let content = self.block(id).content();

@@ -141,7 +141,7 @@ impl MultiPool {
             held += i64::from(state.is_held());
             in_line += usize::from(state.place().is_some());
         }
-        let free = self.unstack_from(end) + in_line;
+        let free = self.stack.cut(self.records.blocks(), end) + in_line;
         let taken = self.credits.take(free);
         debug_assert!(taken.is_ok(), "free blocks without credits: {taken:?}");
         self.size.count_held_above(held);
@@ -198,17 +198,6 @@ impl MultiPool {
                 return lost;
             }
         }
-    }
-
-    /// Takes the blocks from `floor` on off the stack, and leaves the order of the others; how many.
-    fn unstack_from(&self, floor: usize) -> usize {
-        let blocks = self.records.blocks();
-        let mut stacked = Vec::new();
-        self.stack.pop(blocks, usize::MAX, &mut stacked);
-        let mut rest = Chain::EMPTY;
-        stacked.iter().filter(|id| id.index() < floor).for_each(|&id| rest.append(blocks, id));
-        self.stack.push(blocks, &rest);
-        stacked.len() - rest.len()
     }
 
     /// Lets leaving blocks go that a call took from the line, where others were wanted.

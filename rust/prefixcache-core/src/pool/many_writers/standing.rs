@@ -1,14 +1,11 @@
-//! Pins, and the bands of content.
+//! Pins.
 
 use super::MultiPool;
-use super::block::Transition::Done;
-use crate::band::Band;
 use crate::class::Standing;
 use crate::error::Misuse;
 use crate::id::{BlockId, BlockKey};
 use crate::pool::counters::Counters;
 use crate::records::Content;
-use crate::sync::{Fault, planted};
 
 /// How many of the blocks something was done with, up to the first that nobody holds.
 fn count_done(
@@ -90,19 +87,8 @@ impl MultiPool {
         Ok(copies.iter().filter(|copy| unpin(copy)).count() > 0)
     }
 
-    /// Gives the copy that hits for `key` this band, and a free one the last place of it; whether there
-    /// is one. The caller may hold `held`.
-    pub(super) fn set_band(&self, key: &BlockKey, held: BlockId, band: Band) -> bool {
-        let hit = self.records.find(key);
-        if let Some(hit) = hit {
-            self.classify(hit, held, key, |standing| standing.in_band(band));
-        }
-        hit.is_some()
-    }
-
     /// Gives a block, which the caller holds if it is `held`, the class and the pin that `change` makes of
-    /// its own, as long as it has the content of `key`; whether they are others. A block in line keeps its place
-    /// where it stays in its line.
+    /// its own, as long as it has the content of `key`; whether they are others.
     fn classify(
         &self,
         id: BlockId,
@@ -113,23 +99,6 @@ impl MultiPool {
         if id == held {
             return self.reclass_held(id, change);
         }
-        // So that no resize moves the block meanwhile.
-        let inside = self.credits.enter();
-        loop {
-            let state = self.block(id).state();
-            let new = state.with_standing(change(state.standing()));
-            if state.place().is_none() || new.place() != state.place() {
-                break;
-            }
-            // Read after the state: as long as that is the same, the block is in line with this content.
-            if !self.records.holds(id, key) && !planted(Fault::SkipContentCheck) {
-                return false;
-            }
-            if new == state || self.block(id).transition_in_place(state, new) == Done {
-                return new != state;
-            }
-        }
-        drop(inside);
         // A hold takes a free block out of its line, and its release puts it into that of its new class.
         if !self.hold_copy(id, key) {
             return false;

@@ -108,7 +108,7 @@ impl MultiPool {
         }
         inside.give_at_end(credits);
         self.counters.touches.add(held as u64);
-        if let Some(log) = self.eviction_log.get() {
+        if let Some(log) = self.evictions.log() {
             log.hit(&hits[..held]);
         }
         if self.counters.pinned() > 0 {

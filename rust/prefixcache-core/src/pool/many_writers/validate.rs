@@ -1,7 +1,5 @@
 //! Every invariant of a pool at rest.
 
-use std::collections::HashSet;
-
 use super::MultiPool;
 use super::block::{State, Ticket};
 use crate::class::{Class, Standing};
@@ -113,29 +111,10 @@ fn check_counts(pool: &MultiPool) -> Check {
     Ok(())
 }
 
-/// The index and the counts over all content.
-///
-/// Every entry is that of a block with content, and all blocks of this epoch have one, but for copies
-/// that were too many. Content of ended epochs may have lost its entry to a registration.
+/// The index and the count over all content.
 fn check_contents(pool: &MultiPool) -> Check {
-    let is_hashed = |id: &BlockId| pool.block(*id).state().is_hashed();
-    let hashed: Vec<BlockId> = ids(pool).filter(is_hashed).collect();
-    let entries: Vec<BlockId> = pool.records.index.walk().collect();
-    let indexed: HashSet<BlockId> = entries.iter().copied().collect();
-    ensure!(indexed.len() == entries.len(), "a block is in the index twice");
-    let blank = entries.iter().find(|&id| !is_hashed(id));
-    ensure!(blank.is_none(), "block {blank:?} is in the index and holds no content");
-    let seqs: HashSet<u64> = hashed.iter().map(|&id| pool.block(id).seq()).collect();
-    ensure!(seqs.len() == hashed.len(), "two registrations have one number");
-    let cached = || hashed.iter().filter(|&&id| pool.records.is_cached(id));
-    let (num_cached, counted) = (cached().count(), pool.census.cached());
-    ensure!(num_cached == counted, "{num_cached} blocks are cached, {counted} are counted");
-    let missing = cached().filter(|id| !indexed.contains(id)).count() as u64;
-    let surplus = pool.counters.surplus.get();
-    ensure!(missing <= surplus, "{missing} blocks are cached and not in the index");
-    let spot_of = |id| {
-        let block = pool.block(id);
-        pool.records.index.spot(&block.content(), block.epoch())
-    };
-    pool.records.index.check(pool.records.epoch(), spot_of).map_err(Broken)
+    let cached = pool.records.check_contents(pool.counters.surplus.get()).map_err(Broken)?;
+    let counted = pool.census.cached();
+    ensure!(cached == counted, "{cached} blocks are cached, {counted} are counted");
+    Ok(())
 }

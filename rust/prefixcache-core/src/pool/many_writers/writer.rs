@@ -5,7 +5,6 @@ use std::ops::Deref;
 use super::MultiPool;
 use super::either::{changes_through, forward};
 use super::validate::validate;
-use crate::band::Band;
 use crate::clock::Clock;
 use crate::error::{Broken, Exhausted, Misuse, PoolError, ResizeError};
 use crate::id::{BlockId, BlockKey, Epoch};
@@ -110,14 +109,6 @@ impl BlockStore for MultiWriter {
 
     fn key_of(&self, block: BlockId) -> BlockKey {
         self.block(block).key()
-    }
-
-    fn band(&self, key: &BlockKey) -> Option<Band> {
-        self.records.find(key).map(|hit| self.held_band(hit))
-    }
-
-    fn held_band(&self, block: BlockId) -> Band {
-        self.block(block).state().standing().own_class().band()
     }
 
     fn marks(&self, block: BlockId) -> Marks {

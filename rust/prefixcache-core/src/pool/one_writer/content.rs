@@ -7,6 +7,7 @@ use crate::class::{Class, ClassSet};
 use crate::error::Misuse;
 use crate::evictions::Cause;
 use crate::id::{BlockId, BlockKey, Epoch};
+use crate::pool::entries::Alone;
 use crate::records::index::{Only, Spot};
 use crate::records::{Content, Found};
 use crate::store::{MAX_COPIES, Registration};
@@ -55,7 +56,8 @@ impl Writer {
         self.block(id).write(&content, epoch, self.registrations);
         if !self.replace_excess(id, spot, &content) {
             let records = &self.pool.records;
-            records.index.enter(spot, id, |id| records.spot_if_ended(id));
+            let entered = records.index.enter::<Alone>(spot, id, |id| records.spot_if_ended(id));
+            debug_assert!(entered, "the index is full");
         }
         self.cached += 1;
         self.note(Change::Published(id));
@@ -81,7 +83,7 @@ impl Writer {
         }
         let surplus = self.excess_copy(spot, content);
         if let Some(copy) = surplus {
-            records.index.exchange(spot, copy, id);
+            records.index.exchange::<Alone>(spot, copy, id);
             self.pool.counters.surplus.add_alone(1);
         }
         surplus.is_some()
@@ -159,7 +161,7 @@ impl Writer {
             block.erase();
             let is_current = block.epoch() == now;
             // The entry is gone already where a registration took its place.
-            let removed = records.index.leave(spot, id);
+            let removed = records.index.leave::<Alone>(spot, id);
             if is_current {
                 self.cached -= 1;
                 evicted += 1;

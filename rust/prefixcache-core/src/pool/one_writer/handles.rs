@@ -2,7 +2,6 @@
 
 use std::time::Duration;
 
-use super::block::Block;
 use super::{BlockPool, Ordering::Relaxed, Reader, Writer};
 use crate::backing::{BackingStore, KeptBlock, KeptHint};
 use crate::band::Band;
@@ -10,10 +9,10 @@ use crate::class::{Class, Destination};
 use crate::clock::Clock;
 use crate::error::{Broken, Exhausted, InvalidArgument, ListenError, Misuse, ResizeError};
 use crate::events::{BlockTokens, EventLog, EventReader};
-use crate::evictions::{Cause, Eviction, EvictionLog, ReuseGaps};
+use crate::evictions::{Cause, Evictions};
 use crate::id::{BlockId, BlockKey, Epoch};
 use crate::policy::{Queue, ReuseQueue};
-use crate::pool::map::{BlockMap, BlockState, check_arguments};
+use crate::pool::map::{BlockMap, BlockState};
 use crate::records::Content;
 use crate::store::sealed::Sealed;
 use crate::store::{
@@ -246,10 +245,6 @@ impl BlockStore for Writer {
         self.block(block).key()
     }
 
-    fn band(&self, key: &BlockKey) -> Option<Band> {
-        self.lookup(key).map(|hit| self.held_band(hit))
-    }
-
     fn held_band(&self, block: BlockId) -> Band {
         self.block(block).state().standing().own_class().band()
     }
@@ -309,33 +304,10 @@ impl Reader {
         &self.0
     }
 
-    /// Keeps a log of evictions from now on, of up to `capacity` blocks rounded up to a power of two,
-    /// and counts of the gaps between uses, by bounds that rise. Once in a pool's life; costs 64 bytes of memory an
-    /// eviction and 24 a block, once they are touched.
-    pub fn listen(&self, capacity: usize, gap_bounds: &[Duration]) -> Result<(), ListenError> {
-        let BlockPool { config, clock, eviction_log, .. } = self.pool();
-        let log = EvictionLog::new(capacity, gap_bounds, config.max_blocks, clock)?;
-        eviction_log.set(log).map_err(|_| ListenError::Twice)
-    }
-
-    /// Takes up to `most` evictions out of the log, the oldest first. From any thread, in parallel with the writer;
-    /// nothing where nobody listens.
-    pub fn take_evictions(&self, most: usize, out: &mut Vec<Eviction>) {
-        if let Some(log) = self.pool().eviction_log.get() {
-            log.take(most, out);
-        }
-    }
-
-    /// Evictions for which the log had no room.
+    /// Evictions, for whoever listens.
     #[must_use]
-    pub fn missed_evictions(&self) -> u64 {
-        self.pool().eviction_log.get().map_or(0, EvictionLog::missed)
-    }
-
-    /// How long content waited between its uses; empty where nobody listens.
-    #[must_use]
-    pub fn reuse_gaps(&self) -> ReuseGaps {
-        self.pool().eviction_log.get().map(EvictionLog::gaps).unwrap_or_default()
+    pub fn evictions(&self) -> &Evictions {
+        &self.pool().evictions
     }
 
     /// A map of the pool in up to `cells` cells. From any thread, in parallel with the writer, which does not wait:
@@ -343,33 +315,16 @@ impl Reader {
     ///
     /// Reads 64 bytes a block, but not of those that were never handed out, and 24 more where somebody listens.
     pub fn map(&self, cells: usize, age_bounds: &[Duration]) -> Result<BlockMap, InvalidArgument> {
-        check_arguments(cells, age_bounds)?;
         let pool = self.pool();
         let [fresh, end] = pool.counts.fresh.each_ref().map(|bound| bound.load(Relaxed));
-        let listener = pool.eviction_log.get();
-        let now = pool.clock.micros();
-        Ok(BlockMap::of(self.num_blocks() - 1, cells, age_bounds, |id| {
+        BlockMap::of_pool(self.num_blocks(), cells, age_bounds, &pool.evictions, |id| {
             if (fresh..end).contains(&id.index()) {
-                return (BlockState::Free, None);
+                return (BlockState::Free, false);
             }
-            let (state, is_cached) = pool.state_of(pool.records.block(id));
-            let idle = |log: &EvictionLog| Duration::from_micros(log.idle(id, now));
-            (state, listener.filter(|_| is_cached).map(idle))
-        }))
-    }
-}
-
-impl BlockPool {
-    /// What the block is, and whether it has content that can be hit.
-    fn state_of(&self, block: &Block) -> (BlockState, bool) {
-        let state = block.state();
-        let is_cached = block.has_content() && self.records.is_current(block);
-        let what = match is_cached {
-            _ if state.is_in_use() => BlockState::Held,
-            true if state.is_pinned() => BlockState::Pinned,
-            true => BlockState::Cached,
-            false => BlockState::Free,
-        };
-        (what, is_cached)
+            let block = pool.records.block(id);
+            let (state, is_cached) = (block.state(), block.has_content());
+            let is_cached = is_cached && pool.records.is_current(block);
+            (BlockState::of(state.is_in_use(), is_cached, state.is_pinned()), is_cached)
+        })
     }
 }

@@ -70,10 +70,7 @@ impl Writer {
     #[inline]
     pub(super) fn is_observed(&self) -> bool {
         let Journal { events, backing, gives_bands, .. } = &self.journal;
-        self.pool.eviction_log.get().is_some()
-            || events.is_some()
-            || backing.is_some()
-            || *gives_bands
+        self.pool.evictions.log().is_some() || events.is_some() || backing.is_some() || *gives_bands
     }
 
     #[inline]
@@ -122,9 +119,7 @@ impl Writer {
     #[cold]
     fn drain(&mut self) {
         let changes = std::mem::take(&mut self.journal.changes);
-        if let Some(log) = self.pool.eviction_log.get() {
-            log.set_time(&self.pool.clock);
-        }
+        let _ = self.pool.evictions.log_now();
         for change in &changes {
             self.tell_log(change);
             self.tell_backing(change);
@@ -136,7 +131,7 @@ impl Writer {
     }
 
     fn tell_log(&self, change: &Change) {
-        let Some(log) = self.pool.eviction_log.get() else {
+        let Some(log) = self.pool.evictions.log() else {
             return;
         };
         match *change {

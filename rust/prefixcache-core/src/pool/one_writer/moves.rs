@@ -19,9 +19,10 @@ use super::Writer;
 use super::block::State;
 use super::journal::Change;
 use crate::class::{Class, Destination};
-use crate::error::{ResizeError, require};
+use crate::error::ResizeError;
 use crate::id::BlockId;
 use crate::policy::ReuseQueue;
+use crate::pool::entries::Alone;
 use crate::records::Content;
 use crate::store::{Move, Moves, Plan};
 use crate::sync::{Fault, planted, prefetch};
@@ -37,14 +38,7 @@ impl Writer {
         most: usize,
         moves: &mut Moves,
     ) -> Result<(), ResizeError> {
-        self.pool.config.check_num_blocks(num_blocks)?;
-        if !moves.in_flight.is_empty() {
-            return Err(ResizeError::Moving);
-        }
-        let most_blocks = self.pool.records.num_blocks();
-        require(num_blocks <= most_blocks, "num_blocks", || {
-            format!("must be at most {most_blocks}, the blocks that there are, not {num_blocks}")
-        })?;
+        moves.check_begin(&self.pool.config, num_blocks, self.pool.records.num_blocks())?;
         let evictions = self.pool.counters.evictions.get();
         self.move_end(num_blocks);
         self.plan(&mut moves.plan);
@@ -193,7 +187,7 @@ impl Writer {
         self.lists[class.index()].replace(self.pool.records.blocks(), from, to);
         // A copy too many has no entry, nor has content of an ended epoch that made room.
         let index = &self.pool.records.index;
-        index.exchange(index.spot(&content, epoch), from, to);
+        index.exchange::<Alone>(index.spot(&content, epoch), from, to);
         self.block(from).erase();
         self.block(from).set_state(State::BLANK);
         self.free += 1;

@@ -1,7 +1,5 @@
 //! Every invariant of a pool between two calls.
 
-use std::collections::HashSet;
-
 use super::Writer;
 use super::block::State;
 use crate::class::{Class, Standing};
@@ -99,43 +97,12 @@ impl Writer {
         ensure(pinned == counted, || format!("{pinned} blocks are pinned, {counted} are counted"))
     }
 
-    /// The index and the counts over all content.
+    /// The index and the count over all content.
     fn check_contents(&self) -> Check {
-        let ids = (1..self.pool.config.max_blocks as u32).map(BlockId::new);
-        let with_content: Vec<BlockId> = ids.filter(|&id| self.block(id).has_content()).collect();
-        self.check_index(&with_content)?;
-        let seqs: HashSet<u64> = with_content.iter().map(|&id| self.block(id).seq()).collect();
-        let distinct = seqs.len() == with_content.len();
-        ensure(distinct, || "two registrations have one number".into())?;
-        let cached = with_content.iter().filter(|&&id| self.pool.records.is_cached(id)).count();
+        let surplus = self.pool.counters.surplus.get();
+        let cached = self.pool.records.check_contents(surplus).map_err(Broken)?;
         ensure(cached == self.cached, || {
             format!("{cached} blocks are cached, {} are counted", self.cached)
         })
-    }
-
-    /// Every entry is that of a block with content, and all blocks of this epoch have one, but for copies
-    /// that were too many. Content of ended epochs may have lost its entry to a registration.
-    fn check_index(&self, with_content: &[BlockId]) -> Check {
-        let records = &self.pool.records;
-        let mut indexed: Vec<BlockId> = records.index.walk().collect();
-        indexed.sort_unstable();
-        let distinct = indexed.windows(2).all(|two| two[0] < two[1]);
-        ensure(distinct, || "a block is in the index twice".into())?;
-        let is_indexed = |id: &BlockId| indexed.binary_search(id).is_ok();
-        let is_missing = |id: &&BlockId| records.is_cached(**id) && !is_indexed(id);
-        let missing = with_content.iter().filter(is_missing).count() as u64;
-        let surplus = self.pool.counters.surplus.get();
-        ensure(missing <= surplus, || {
-            format!(
-                "{missing} blocks are cached and not in the index, {surplus} copies were too many"
-            )
-        })?;
-        let blank = indexed.iter().find(|&&id| !self.block(id).has_content());
-        ensure(blank.is_none(), || format!("block {blank:?} is in the index and has no content"))?;
-        let spot_of = |id| {
-            let block = records.block(id);
-            records.index.spot(&block.content(), block.epoch())
-        };
-        records.index.check(records.epoch(), spot_of).map_err(Broken)
     }
 }

@@ -30,7 +30,7 @@ from prefixcache.config.vllm_flags import without_vllm_flags
 from prefixcache.engine.build import build
 from prefixcache.engine.control import Control
 from prefixcache.engine.pool_watch import WATCH_SECONDS, PoolWatch, adjust_pool
-from prefixcache.engine.request_rules import CheckedIds
+from prefixcache.engine.request_rules import CheckedParts, CheckedRequest
 from prefixcache.engine.weights.weights_push import Chunk
 from prefixcache.exceptions import PrefixCacheError, wrong
 from prefixcache.text.chat.message import Message
@@ -190,9 +190,9 @@ class LLM:
         priorities = _for_each(0 if priority is None else priority, len(many), "priority")
         options = _for_each(cache_options or CacheOptions(), len(many), "cache_options")
         call = f"call-{next(self._calls)}"  # one job: its prompts start in their order
-        checked = CheckedIds()
+        parts = CheckedParts()
         jobs = [
-            self._job(call, checked, *one)
+            self._job(call, parts, *one)
             for one in zip(many, params, priorities, options, strict=True)
         ]
         self._run(jobs, show_progress=use_tqdm)
@@ -322,7 +322,7 @@ class LLM:
     def _job(
         self,
         call: str,
-        checked: CheckedIds,
+        parts: CheckedParts,
         prompt: Prompt,
         params: SamplingParams | None,
         priority: int,
@@ -347,13 +347,12 @@ class LLM:
             )
             for choice in range(params.n)
         ]
-        for request in requests:
-            self._engine.check(request, checked)
+        checked = [self._engine.check(request, parts) for request in requests]
         outputs = [
             CompletionOutput(choice, logprobs=None if params.logprobs is None else [])
             for choice in range(params.n)
         ]
-        return _Job(requests, GenerationResult(number, text, token_ids.tolist(), outputs))
+        return _Job(checked, GenerationResult(number, text, token_ids.tolist(), outputs))
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, TokenIds]:
         if isinstance(prompt, Mapping):
@@ -369,16 +368,16 @@ class LLM:
     def _run(self, jobs: Sequence[_Job], *, show_progress: bool) -> None:
         """Steps until all jobs are done; no request is left in the engine, even after an error."""
         places = {
-            request.request_id: (job.result, job.result.outputs[choice])
+            checked.request.request_id: (job.result, job.result.outputs[choice])
             for job in jobs
-            for choice, request in enumerate(job.requests)
+            for choice, checked in enumerate(job.requests)
         }
         with self._turn:
             self._engine.adopt_loop()
             try:
                 for job in jobs:
-                    for request in job.requests:
-                        self._engine.add_request(request, is_checked=True)
+                    for checked in job.requests:
+                        self._engine.add(checked)
                 self._collect(places, show_progress)
                 while self._engine.has_work():  # memory that is still to go back
                     self._engine.step()
@@ -442,7 +441,7 @@ class LLM:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    requests: list[Request]
+    requests: list[CheckedRequest]
     result: GenerationResult
 
 

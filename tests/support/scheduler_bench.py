@@ -32,6 +32,7 @@ class Bench:
     def add(self, request_id: str, prompt: list[int], max_tokens: int = 4, **options: Any) -> None:
         params = SamplingParams(max_tokens=max_tokens, **options.pop("params", {}))
         request = Request(request_id=request_id, prompt_token_ids=prompt, params=params, **options)
+        self.scheduler.limits.check(request)
         self.scheduler.add(request, seed=0)
         self.answers[request_id] = []
         self.limits[request_id] = max_tokens

@@ -18,7 +18,7 @@ from typing import TypeVar
 from prefixcache.engine.control import Control
 from prefixcache.engine.engine import Engine
 from prefixcache.engine.pool_watch import PoolWatch
-from prefixcache.engine.request_rules import CheckedIds
+from prefixcache.engine.request_rules import CheckedParts, CheckedRequest
 from prefixcache.engine.threads.engine_thread import EngineThread
 from prefixcache.engine.threads.streams import (
     Batch,
@@ -109,8 +109,11 @@ class AsyncEngine:
 
     def check(self, request: Request) -> None:
         """Raises `InvalidRequestError`, or `EngineHaltedError` while the engine sleeps."""
+        self._check(request)
+
+    def _check(self, request: Request, parts: CheckedParts | None = None) -> CheckedRequest:
         self._thread.raise_if_dead()
-        self._engine.check(request)
+        return self._engine.check(request, parts)
 
     def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """Streams what each step adds to the request; closing the stream aborts the request.
@@ -120,8 +123,7 @@ class AsyncEngine:
         whose engine dies raises `EngineDeadError`. An output that is `restarted` takes back all
         before it.
         """
-        self.check(request)
-        return _without_index(_one_by_one(self._open([request])))
+        return _without_index(_one_by_one(self._open([self._check(request)])))
 
     async def generate_all(
         self, requests: Sequence[Request]
@@ -148,16 +150,14 @@ class AsyncEngine:
         """
         if len({request.job for request in requests}) != 1:
             raise InvalidRequestError("Requests of one stream need one job_id.", param="job_id")
-        end, checked = 0, CheckedIds()
-        while end < len(requests):
-            if end:
+        parts, checked = CheckedParts(), list[CheckedRequest]()
+        while len(checked) < len(requests):
+            if checked:
+                self._queue.raise_if_full(requests[0])
                 await asyncio.sleep(0)
-            begin, end = end, end_of_part(requests, end)
-            for request in requests[begin:end]:
-                self._thread.raise_if_dead()
-                self._engine.check(request, checked)
-            self._queue.raise_if_full(requests[0])
-        return self._open(requests, deadline, max_unread)
+            end = end_of_part(requests, len(checked))
+            checked += [self._check(request, parts) for request in requests[len(checked) : end]]
+        return self._open(checked, deadline, max_unread)
 
     def find_grammar(self, output: StructuredOutput) -> Grammar | None:
         """The grammar of such answers, if it is compiled already."""
@@ -240,27 +240,28 @@ class AsyncEngine:
 
     def _open(
         self,
-        requests: Sequence[Request],
+        checked: Sequence[CheckedRequest],
         deadline: float | None = None,
         max_unread: int | None = None,
     ) -> AsyncGenerator[Batch, None]:
-        """The stream of checked requests."""
-        self._queue.raise_if_full(requests[0])
-        outputs = self._outputs(requests, deadline, max_unread)
-        self._queue.let_in(requests[0], outputs)
+        """The stream of one job's requests."""
+        first = checked[0].request
+        self._queue.raise_if_full(first)
+        outputs = self._outputs(checked, deadline, max_unread)
+        self._queue.let_in(first, outputs)
         return outputs
 
     async def _outputs(
         self,
-        requests: Sequence[Request],
+        checked: Sequence[CheckedRequest],
         deadline: float | None,
         max_unread: int | None,
     ) -> AsyncGenerator[Batch, None]:
-        most_unread = None if max_unread is None else max_unread * len(requests)
-        stream = Stream(requests, most_unread)
+        most_unread = None if max_unread is None else max_unread * len(checked)
+        stream = Stream(checked, most_unread)
         self._thread.send(partial(self._streams.add, stream))
         timer = self._end_at(deadline, stream)
-        num_open = len(requests)
+        num_open = len(checked)
         try:
             while num_open:
                 outputs, error = _until_error(await stream.take())

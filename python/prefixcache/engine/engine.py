@@ -14,7 +14,7 @@ from prefixcache.diagnostics.room import CacheDiagnostics
 from prefixcache.engine.commands import EngineState, RunBetweenSteps
 from prefixcache.engine.control import Control, at_once
 from prefixcache.engine.output import Answers, MakeDetokenizer
-from prefixcache.engine.request_rules import CheckedIds, RequestRules
+from prefixcache.engine.request_rules import CheckedParts, CheckedRequest, RequestRules
 from prefixcache.engine.sizing.elastic import SelfSizing
 from prefixcache.engine.steps import InFlightRequests, Steps
 from prefixcache.engine.weight_versions import WeightVersions
@@ -115,15 +115,16 @@ class Engine:
         """The jobs that wait or run. To be read, from any thread."""
         return self._scheduler.jobs
 
-    def check(self, request: Request, checked: CheckedIds | None = None) -> None:
+    def check(self, request: Request, parts: CheckedParts | None = None) -> CheckedRequest:
         """Raises `InvalidRequestError` when the request cannot be served. From any thread.
 
-        `checked` is that of `RequestRules.check`. Raises `EngineHaltedError` while the engine
+        `parts` are those of `RequestRules.check`. Raises `EngineHaltedError` while the engine
         sleeps.
         """
         self.state.raise_if_sleeping()
-        self.rules.check(request, checked)
+        checked = self.rules.check(request, {} if parts is None else parts)
         self._scheduler.limits.check(request)
+        return checked
 
     def probe(self, request: Request) -> int:
         """Tokens of the prompt in leading full blocks that are cached now. From any thread.
@@ -157,15 +158,18 @@ class Engine:
         """Makes the calling thread the loop's; the one before it must have stopped."""
         self._cache.adopt_writer()
 
-    def add_request(self, request: Request, *, is_checked: bool = False) -> None:
+    def add_request(self, request: Request) -> None:
+        """Checks the request and lets it wait for its turn, as `add`."""
+        self.add(self.check(request))
+
+    def add(self, checked: CheckedRequest) -> None:
         """Lets the request wait for its turn. Raises what `check` does.
 
-        Of one that `is_checked` only what changes while the engine serves is looked at again.
-        Whatever it raises, nothing of the request stays behind.
+        Only what changes while the engine serves is looked at again: whether it sleeps, and how
+        large its cache is. Whatever it raises, nothing of the request stays behind.
         """
         self.state.raise_if_sleeping()
-        if not is_checked:
-            self.rules.check(request)
+        request, grammar = checked
         self._scheduler.limits.check(request)
         if request.request_id in self._answers:
             raise InvalidRequestError(
@@ -179,7 +183,7 @@ class Engine:
             seed=seed,
             end_token_ids=rules.end_token_ids(params),
             suppressed=rules.suppressed,
-            matcher=rules.matcher(params),
+            matcher=grammar and grammar.for_answer(ignore_eos=params.ignore_eos),
         )
         self._answers.add(answer, seed)
 

@@ -6,9 +6,10 @@ import itertools
 import random
 import threading
 from collections.abc import Collection, Iterable
+from typing import NamedTuple
 
 from prefixcache.exceptions import InvalidRequestError, wrong
-from prefixcache.text.grammar.answer_matcher import AnswerMatcher, Grammar
+from prefixcache.text.grammar.answer_matcher import Grammar
 from prefixcache.text.grammar.grammars import Grammars
 from prefixcache.text.grammar.sandbox import Sandbox
 from prefixcache.types.request import Request
@@ -17,8 +18,19 @@ from prefixcache.types.step_plan import NOTHING_SUPPRESSED, SuppressedTokens
 from prefixcache.types.structured_output import StructuredOutput
 from prefixcache.types.token_ids import TokenIds
 
-CheckedIds = set[tuple[int, ...]]
-"""Options of one job whose token ids were checked: the objects that hold them, by identity."""
+
+class CheckedRequest(NamedTuple):
+    """A request that the model can serve, and the grammar that its answer follows, if any."""
+
+    request: Request
+    grammar: Grammar | None
+
+
+CheckedParts = dict[tuple[int, ...], Grammar | None]
+"""Prompts and options of one job that were checked, by the identity of the objects that hold them.
+
+Of options there is the grammar.
+"""
 
 
 class RequestRules:
@@ -39,22 +51,22 @@ class RequestRules:
         self._grammars = grammars
         self._seeds = random.Random(seed)
 
-    def check(self, request: Request, checked: CheckedIds | None = None) -> None:
+    def check(self, request: Request, checked: CheckedParts) -> CheckedRequest:
         """Raises `InvalidRequestError` when the request asks for what the model lacks.
 
-        Token ids of options that are `checked` are not looked at again, those that are looked at
-        become so.
+        What is `checked` is not looked at again, what is looked at becomes so.
         """
-        self._check_prompt(request.prompt_token_ids)
-        if request.prediction is not None:
-            self._check_in_vocabulary("prediction", request.prediction.tolist())
-        ids = _identity_of_ids(request.params)
-        if checked is None or ids not in checked:
+        prompt, options = _identities(request)
+        if prompt not in checked:
+            self._check_prompt(request.prompt_token_ids)
+            if request.prediction is not None:
+                self._check_in_vocabulary("prediction", request.prediction.tolist())
+            checked[prompt] = None
+        if options not in checked:
             self._check_chosen_ids(request.params)
-            if checked is not None:
-                checked.add(ids)
-        if request.params.structured_output is not None:
-            self.compile(request.params.structured_output)
+            output = request.params.structured_output
+            checked[options] = None if output is None else self.compile(output)
+        return CheckedRequest(request, checked[options])
 
     def find_grammar(self, output: StructuredOutput) -> Grammar | None:
         """The grammar of such answers, if it is compiled already."""
@@ -75,12 +87,6 @@ class RequestRules:
                 "This engine cannot keep answers to grammars.", param="structured_output"
             )
         return self._grammars.compile(output, sandbox, cancelled)
-
-    def matcher(self, params: SamplingParams) -> AnswerMatcher | None:
-        """What keeps an answer to its grammar; None without one."""
-        if params.structured_output is None:
-            return None
-        return self.compile(params.structured_output).for_answer(ignore_eos=params.ignore_eos)
 
     def seed(self, params: SamplingParams) -> int:
         """What the request is sampled with."""
@@ -127,7 +133,10 @@ class RequestRules:
             raise wrong(name, f"holds the token id {outside}; {allowed}")
 
 
-def _identity_of_ids(params: SamplingParams) -> tuple[int, ...]:
-    """The same for all choices of a job; it means nothing once the job is gone."""
-    named = (params.logit_bias, params.allowed_token_ids, params.bad_words_token_ids)
-    return (*map(id, (*named, params.stop_token_ids)), params.min_tokens > 0)
+def _identities(request: Request) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of prompt and options, the same for all choices of a job; they mean nothing after it."""
+    params = request.params
+    chosen = (params.logit_bias, params.allowed_token_ids, params.bad_words_token_ids)
+    options = (*chosen, params.stop_token_ids, params.structured_output)
+    prompt = (request.prompt_token_ids, request.prediction)
+    return tuple(map(id, prompt)), (*map(id, options), params.min_tokens > 0)

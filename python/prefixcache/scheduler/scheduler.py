@@ -162,13 +162,12 @@ class Scheduler:
         suppressed: SuppressedTokens = NOTHING_SUPPRESSED,
         matcher: AnswerMatcher | None = None,
     ) -> None:
-        """Lets the request wait for its start. `matcher` keeps its answer to a grammar.
+        """Lets a request that `limits` allow wait for its start.
 
-        Raises `RequestTooLargeError` when it can never fit, `ValueError` when its id is in use.
+        `matcher` keeps its answer to a grammar. Raises `ValueError` when its id is in use.
         """
         if request.request_id in self._states:
             raise ValueError(f"request_id {request.request_id!r} is in use.")
-        self.limits.check(request)
         state = RequestState(
             request,
             seed=seed,

@@ -32,6 +32,8 @@ from prefixcache.exceptions import (
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.types.request import Request, RequestOutput
 from prefixcache.types.sampling_params import SamplingParams
+from prefixcache.types.structured_output import StructuredOutput
+from prefixcache.types.token_ids import as_token_ids
 from support.serving import until
 
 PROMPT = [1, 2, 3, 4, 5]
@@ -658,6 +660,21 @@ async def test_token_ids_of_options_are_checked_once_a_job(
     ended = [one async for one in await served.engine.generate_all(requests)]
     assert len(ended) == len(requests)
     assert CountedIds.num_looks <= 3
+
+
+async def test_a_grammar_is_looked_up_once_a_job(serve: Make) -> None:
+    served, grammar = serve(), mock.Mock()
+    grammar.for_answer.return_value = None
+    params = SamplingParams(n=3, max_tokens=1, structured_output=StructuredOutput("regex", "a"))
+    prompt = as_token_ids([5, 6, 7])
+    requests = [
+        Request(request_id=f"{choice}", prompt_token_ids=prompt, params=params, job_id="job")
+        for choice in range(params.n)
+    ]
+    rules = served.engine._engine.rules
+    with mock.patch.object(rules, "compile", return_value=grammar) as compiled:
+        _ = [one async for one in await served.engine.generate_all(requests)]
+    assert (compiled.call_count, grammar.for_answer.call_count) == (1, 3)
 
 
 async def test_a_choice_with_other_ids_is_checked_too(serve: Make) -> None:

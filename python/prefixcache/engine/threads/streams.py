@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from prefixcache.engine.engine import Engine
+from prefixcache.engine.request_rules import CheckedRequest
 from prefixcache.exceptions import EngineDeadError, QueueFullError, RateLimitError, SlowReaderError
 from prefixcache.types.request import Request, RequestOutput
 
@@ -41,8 +42,9 @@ class Stream:
     Its methods are called in that event loop alone.
     """
 
-    def __init__(self, requests: Sequence[Request], most_unread: int | None) -> None:
-        self.requests = requests
+    def __init__(self, checked: Sequence[CheckedRequest], most_unread: int | None) -> None:
+        self.checked = checked
+        self.requests = [one.request for one in checked]
         self.is_open = True
         self.sent = time.monotonic()
         self.loop = asyncio.get_running_loop()
@@ -191,15 +193,14 @@ class OpenStreams:
 
     def _add_one(self, stream: Stream, index: int) -> None:
         """Whatever keeps a request from being served ends its job: the others go on."""
-        request = stream.requests[index]
         try:
             self._raise_if_ending(is_new_job=index == 0)
-            self._engine.add_request(request, is_checked=True)
+            self._engine.add(stream.checked[index])
         except Exception as error:  # noqa: BLE001 - the caller gets it
             self.abandon(stream)
             self._deliver([(stream, error)])
         else:
-            self._places[request.request_id] = Place(stream, index, stream.sent)
+            self._places[stream.requests[index].request_id] = Place(stream, index, stream.sent)
 
     def _raise_if_ending(self, *, is_new_job: bool) -> None:
         """Raises `EngineDeadError` unless draining lets a job go on that has begun."""

@@ -105,13 +105,14 @@ class JobMaker:
         prompts: EncodedPrompts,
         params: SamplingParams,
         *,
+        model: str,
         call: Call,
         new_parser: Callable[[], MessageParser] | None = None,
     ) -> Job:
         """All requests of one HTTP request, whose number `check_num_sequences` has allowed.
 
-        Answers go on to the end of the context at most; see `ServedModel.clamps_max_tokens`. They
-        are read by parsers of `new_parser` where it is given.
+        `model` is what `check_model` returned. Answers go on to the end of the context at most; see
+        `ServedModel.clamps_max_tokens`. They are read by parsers of `new_parser` where it is given.
         """
         self._check_priority(fields.priority or 0)
         scope = call.caller.scope(fields.cache_salt, fields.prompt_cache_key)
@@ -121,21 +122,25 @@ class JobMaker:
                 raise diagnostics_off("cache_diagnostics")
             check_may_ask(call.caller, cache_options.salt, "cache_diagnostics")
         make = partial(self._requests, fields, prompts, params, call, scope, cache_options)
-        grammar = await self._grammar(fields, params, call)
+        grammar = None
+        if (output := params.structured_output) is not None:
+            field = "tools" if fields.structured_output is None else fields.structured_output[0]
+            grammar = await self.grammar(output, field, call)
         if self.served.num_logged_characters:
             self._log_prompts(prompts.token_ids, call)
         requests = await self.workers.run(
             len(prompts.token_ids) * params.n * _REQUEST_COST, lambda: tuple(make())
         )
-        model, parts = self.check_model(fields.model), [*prompts.sources]
-        diagnosis = self.diagnostics and Diagnosis(
-            self.diagnostics,
-            call,
-            model,
-            requests[:: params.n],
-            parts,
-            explains=bool(fields.cache_diagnostics),
-        )
+        parts, diagnosis = [*prompts.sources], None
+        if self.diagnostics is not None:
+            diagnosis = Diagnosis(
+                self.diagnostics,
+                call,
+                model,
+                requests[:: params.n],
+                parts,
+                explains=bool(fields.cache_diagnostics),
+            )
         return Job(
             call=call,
             model=model,
@@ -161,16 +166,6 @@ class JobMaker:
             room -= len(texts[-1]) + 1
         extra = with_fields(event="prompts", message=f"Prompts of {call.id}", prompts=texts)
         logger.info("Prompts of %s: %s", call.id, texts, extra=extra)
-
-    async def _grammar(
-        self, fields: SamplingFields, params: SamplingParams, call: Call
-    ) -> Grammar | None:
-        """What answers must look like, compiled. Errors name the field that says so."""
-        output = params.structured_output
-        if output is None:
-            return None
-        field = "tools" if fields.structured_output is None else fields.structured_output[0]
-        return await self.grammar(output, field, call)
 
     async def grammar(self, output: StructuredOutput, field: str, call: Call) -> Grammar:
         """A grammar, compiled. Errors name the `field` that says it."""

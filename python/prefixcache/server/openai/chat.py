@@ -37,6 +37,7 @@ from prefixcache.text.tokenization.tokenizer import Tokenizer
 from prefixcache.types.request import RequestOutput, TokenLogprobs
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.structured_output import StructuredOutput
+from prefixcache.types.token_ids import TokenIds
 
 
 def chat_router(maker: JobMaker) -> APIRouter:
@@ -71,38 +72,33 @@ async def _asked(maker: JobMaker, request: Request) -> tuple[Job, ChatForm, bool
 async def count_chat(maker: JobMaker, fields: ChatRequest, size: int) -> int:
     """How many tokens the prompt of a chat has; `size` is that of the body."""
     maker.check_model(fields.model)
-    plan, _ = await chat_plan(maker, fields, size)
+    return len(await chat_tokens(maker, fields, size))
+
+
+async def chat_tokens(
+    maker: JobMaker, fields: ChatFields, size: int, *, add_special_tokens: bool = False
+) -> TokenIds:
+    """The prompt of a chat; `size` is that of the body."""
+    plan, _ = await maker.workers.run(size, lambda: _planned(maker.served, fields, size))
     encode = maker.encoder.encode
-    return len(await encode(plan.prompt, param="messages", add_special_tokens=False))
-
-
-async def chat_plan(
-    maker: JobMaker,
-    fields: ChatFields,
-    size: int,
-    structured_output: StructuredOutput | None = None,
-) -> tuple[ChatPlan, PromptSource]:
-    """The messages in the model's own form of a chat, how it answers, and what the prompt is of.
-
-    `size` is that of the body.
-    """
-    if maker.served.tokenizer.chat_template is None:
-        raise InvalidRequestError(
-            "This model has no chat template; use /v1/completions.", param="messages"
-        )
-    return await maker.workers.run(
-        size, lambda: _planned(maker.served, fields, size, structured_output)
-    )
+    return await encode(plan.prompt, param="messages", add_special_tokens=add_special_tokens)
 
 
 def _planned(
     served: ServedModel,
     fields: ChatFields,
     size: int,
-    structured_output: StructuredOutput | None,
+    structured_output: StructuredOutput | None = None,
     changed: Place | None = None,
 ) -> tuple[ChatPlan, PromptSource]:
-    """The plan and its source, with other text behind a `changed` block."""
+    """The messages in the model's own form of a chat, how it answers, and what the prompt is of.
+
+    There is other text behind a `changed` block. `size` is that of the body.
+    """
+    if served.tokenizer.chat_template is None:
+        raise InvalidRequestError(
+            "This model has no chat template; use /v1/completions.", param="messages"
+        )
     messages, tool_use = fields.plain_messages(), fields.tool_use()
     messages = served.header_lines.stripped_messages(messages)
     if changed is not None:
@@ -142,25 +138,29 @@ async def chat_job(
 
     `size` is that of the body. `controls` stand in for those that the fields hold.
     """
-    maker.check_model(fields.model)
+    model = maker.check_model(fields.model)
     params, kept = _params(maker, fields), maker.encoder.num_kept(fields)
-    plan, source = await chat_plan(maker, fields, size, params.structured_output)
-    if controls is None:
-        asked = partial(chat_controls, fields, fields.prompt_cache_options)
-        controls = await maker.workers.run(size, asked)
+    planned = partial(_planned, maker.served, fields, size, params.structured_output)
 
-    def rendered_with(changed: Place) -> str:
-        return _planned(maker.served, fields, size, params.structured_output, changed)[0].prompt
+    def read() -> tuple[ChatPlan, PromptSource, CachingControls]:
+        plan, source = planned()
+        return plan, source, controls or chat_controls(fields, fields.prompt_cache_options)
 
+    plan, source, controls = await maker.workers.run(size, read)
     special = fields.add_special_tokens is True
     encoded = await maker.encoder.encode_chat(
-        source, controls, rendered_with, add_special_tokens=special, last=kept
+        source,
+        controls,
+        lambda changed: planned(changed)[0].prompt,
+        add_special_tokens=special,
+        last=kept,
     )
     if fields.prediction is not None and (text := fields.prediction.text):
         predicted = await maker.encoder.encode(text, param="prediction", add_special_tokens=False)
         encoded = encoded._replace(prediction=predicted)
+    params = plan.applied_to(params)
     return await maker.job(
-        fields, encoded, plan.applied_to(params), call=call, new_parser=plan.new_parser
+        fields, encoded, params, model=model, call=call, new_parser=plan.new_parser
     )
 
 

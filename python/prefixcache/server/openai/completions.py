@@ -70,7 +70,7 @@ async def completion_job(
     maker: JobMaker, fields: CompletionRequest, prompts: Sequence[str | TokenIds], call: Call
 ) -> Job:
     """The requests of a completion, checked."""
-    maker.check_model(fields.model)
+    model = maker.check_model(fields.model)
     params, kept = _params(maker, fields), maker.encoder.num_kept(fields)
     check_num_sequences(len(prompts), params.n)
     prompts = await _stripped(maker, prompts)
@@ -79,7 +79,7 @@ async def completion_job(
     encoded = await encode_prompts(maker, prompts, fields.add_special_tokens is not False, kept)
     sources = [PromptSource(one) if isinstance(one, str) else None for one in prompts]
     made = EncodedPrompts(encoded, caching, sources=sources)
-    return await maker.job(fields, made, params, call=call)
+    return await maker.job(fields, made, params, model=model, call=call)
 
 
 async def _stripped(maker: JobMaker, prompts: Sequence[str | TokenIds]) -> Sequence[str | TokenIds]:

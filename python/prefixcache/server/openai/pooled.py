@@ -71,11 +71,12 @@ async def run_pooled(
     prefix: str,
 ) -> tuple[Job, Choices]:
     """The job of all prompts, and what came of each, with its `pooled` row."""
-    maker.check_model(fields.model)
+    model = maker.check_model(fields.model)
     given = fields.job_fields()
     special, kept = fields.add_special_tokens is not False, maker.encoder.num_kept(given)
     encoded = await encode_prompts(maker, prompts, special, kept)
     params = SamplingParams(max_tokens=0, temperature=0, pooling=pooling)
     made = EncodedPrompts(encoded, PromptCaching(), sources=[None] * len(encoded))
-    job = await maker.job(given, made, params, call=new_call(request, prefix))
+    call = new_call(request, prefix)
+    job = await maker.job(given, made, params, model=model, call=call)
     return job, await unless_disconnected(request.receive, gathered(maker, job))

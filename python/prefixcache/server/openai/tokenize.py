@@ -14,7 +14,7 @@ from prefixcache.server.http.json_text import json_response, list_json, text_jso
 from prefixcache.server.jobs.context import read_fields, read_parsed
 from prefixcache.server.jobs.job_maker import JobMaker
 from prefixcache.server.jobs.params import check_ids
-from prefixcache.server.openai.chat import chat_plan
+from prefixcache.server.openai.chat import chat_tokens
 from prefixcache.server.openai.protocol import (
     DetokenizeRequest,
     TokenizeChatRequest,
@@ -67,8 +67,7 @@ async def _token_ids(
 ) -> TokenIds:
     if isinstance(fields, TokenizeChatRequest):
         special = fields.add_special_tokens is True
-        plan, _ = await chat_plan(maker, fields, size)
-        return await maker.encoder.encode(plan.prompt, param="messages", add_special_tokens=special)
+        return await chat_tokens(maker, fields, size, add_special_tokens=special)
     special = fields.add_special_tokens is not False
     return await maker.encoder.encode(fields.prompt, param="prompt", add_special_tokens=special)
 

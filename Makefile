@@ -268,8 +268,8 @@ equality: setup-dev model          ## no bit of an answer changes (SCHEDULES=...
 	$(BIN)/python tests/equality_http.py $(ARGS)
 	$(BIN)/python tests/equality_http.py --cpu-activations int8 $(ARGS)
 
-docs: setup .venv-docs/.built       ## the site in target/site, with its generated pages; broken links are errors
-	$(BIN)/python docs/site/pages.py target/docs
+docs: .venv/.runtime .venv-docs/.built ## the site in target/site, with its generated pages; broken links are errors
+	PYTHONPATH=python $(BIN)/python docs/site/pages.py target/docs
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet --config-file docs/site/mkdocs.yml
 
 .venv-docs/.built: requirements/docs.txt | .venv/bin/uv

@@ -71,7 +71,7 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def flags() -> str:
-    """Each option of `serve` with its variable and its key."""
+    """Each option of `serve`: a list, as a phone has no room for a table."""
     from prefixcache.cli.main import app
     from prefixcache.config.engine_config import EngineConfig
     from prefixcache.config.flags import leaves
@@ -81,19 +81,22 @@ def flags() -> str:
     command = app.get_command(context, "serve")
     assert command is not None
     options = {one.name: one for one in command.params}
-    groups: dict[str, list[list[str]]] = {}
+    groups: dict[str, list[str]] = {}
     for name, (_, field) in (leaves(EngineConfig) | leaves(ServeOptions)).items():
         if "group" not in field.metadata or name not in options:
             continue
         option: Any = options[name]
         spelled = [f"`{one}`" for one in [*option.opts, *option.secondary_opts]]
-        row = [", ".join(spelled), f"`PREFIXCACHE_{name.upper()}`", f"`{name}`", option.help or ""]
+        row = f"{', '.join(spelled)}\n:   {' '.join((option.help or '').split())}\n"
         groups.setdefault(field.metadata["group"], []).append(row)
-    text = (
-        "# Options\n\nOf `serve`; `LLM(...)` takes the keys of the engine's as keyword arguments.\n"
-    )
+    text = """# Options
+
+Of `serve`. Each option has a key, which is its name with `_` for `-`: `max_num_seqs` for
+`--max-num-seqs`. The file of `--config` takes keys, and `LLM(...)` takes those of the engine as
+keyword arguments. A variable is the key in capitals: `PREFIXCACHE_MAX_NUM_SEQS`.
+"""
     for group, rows in groups.items():
-        text += f"\n## {group}\n\n" + table(["option", "variable", "key", ""], rows)
+        text += f"\n## {group}\n\n" + "\n".join(rows)
     return text
 
 
@@ -196,6 +199,8 @@ def write(out: Path) -> None:
     """Writes all pages into `out`, which is emptied."""
     shutil.rmtree(out, ignore_errors=True)
     shutil.copytree(DOCS / "img", out / "img")
+    (out / "assets").mkdir()
+    shutil.copy(DOCS / "site/iframe-worker.js", out / "assets")
     known = pages()
     made = {f"reference/{name}.md": make() for name, make in GENERATED.items()}
     for source, to in known.items():
@@ -210,4 +215,6 @@ def write(out: Path) -> None:
 
 
 if __name__ == "__main__":
+    # Names and texts are all that is read, so a site needs no build of the extension.
+    sys.modules["prefixcache._core"] = MagicMock()
     write(Path(sys.argv[1]))

@@ -245,7 +245,8 @@ def test_the_site_has_every_page_and_every_option(tmp_path: Path) -> None:
     options = (tmp_path / "reference/flags.md").read_text()
     for option in ("--model", "--kv-cache-memory", "--api-key", "--eviction-policy"):
         assert f"`{option}`" in options
-    assert "`PREFIXCACHE_MAX_NUM_SEQS` | `max_num_seqs`" in options
+    assert "`--max-num-seqs`\n:   " in options
+    assert "PREFIXCACHE_MAX_NUM_SEQS" in options
     assert "## `POST /v1/chat/completions`" in (tmp_path / "reference/http.md").read_text()
     metrics = (tmp_path / "reference/metrics.md").read_text()
     texts = [page.read_text() for page in PAGES]

@@ -192,8 +192,8 @@ class LLM:
         call = f"call-{next(self._calls)}"  # one job: its prompts start in their order
         parts = CheckedParts()
         jobs = [
-            self._job(call, parts, *one)
-            for one in zip(many, params, priorities, options, strict=True)
+            self._job(call, parts, *arguments)
+            for arguments in zip(many, params, priorities, options, strict=True)
         ]
         self._run(jobs, show_progress=use_tqdm)
         return [job.result for job in jobs]
@@ -241,14 +241,14 @@ class LLM:
         given = list(_for_each(sampling_params, len(many), "sampling_params"))
         plans = [
             self._chat.plan(
-                one,
+                conversation,
                 tool_use=use,
                 structured_output=params and params.structured_output,
                 add_generation_prompt=add_generation_prompt and not continue_final_message,
                 continue_final_message=continue_final_message,
                 variables=chat_template_kwargs,
             )
-            for one, params in zip(many, given, strict=True)
+            for conversation, params in zip(many, given, strict=True)
         ]
         prompts = [
             self._tokenizer.encode(plan.prompt, add_special_tokens=False, param="messages")
@@ -299,7 +299,7 @@ class LLM:
         """
         many = _as_list(prompts)
         options = _for_each(cache_options or CacheOptions(), len(many), "cache_options")
-        return [self._probe(*one) for one in zip(many, options, strict=True)]
+        return [self._probe(*arguments) for arguments in zip(many, options, strict=True)]
 
     def _run_here(self, command: Callable[[], T]) -> T:
         """The thread that calls a command becomes the one that steps."""
@@ -429,10 +429,10 @@ class LLM:
         """The token taken first, then the likeliest ones."""
         ranked = zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)
         taken = self._logprob(logprobs.token_id, logprobs.logprob, logprobs.rank)
-        found = {logprobs.token_id: taken}
+        by_id = {logprobs.token_id: taken}
         for rank, (token_id, value) in enumerate(ranked, start=1):
-            found.setdefault(token_id, self._logprob(token_id, value, rank))
-        return found
+            by_id.setdefault(token_id, self._logprob(token_id, value, rank))
+        return by_id
 
     def _logprob(self, token_id: int, value: float, rank: int) -> Logprob:
         text = self._tokenizer.decode([token_id], skip_special_tokens=False)

@@ -74,7 +74,7 @@ class BlockCounts:
 
 def block_counts(core: Mapping[str, int]) -> dict[str, int]:
     """The fields of `BlockCounts`, out of all that the core counts."""
-    return {one.name: core[one.name] for one in fields(BlockCounts)}
+    return {field.name: core[field.name] for field in fields(BlockCounts)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,9 +358,9 @@ def labelled_counter(
 
 def _families(values: DataclassInstance | None) -> Iterator[Metric]:
     """Those of the fields that are shown."""
-    for one in () if values is None else fields(values):
-        if one.metadata:
-            yield one.metadata["family"](value=getattr(values, one.name))
+    for member in () if values is None else fields(values):
+        if member.metadata:
+            yield member.metadata["family"](value=getattr(values, member.name))
 
 
 def _labelled_families(gauges: Gauges) -> Iterator[Metric]:

@@ -265,7 +265,7 @@ class AsyncEngine:
         try:
             while num_open:
                 outputs, error = _until_error(await stream.take())
-                num_open = 0 if error else num_open - sum(one.finished for _, one in outputs)
+                num_open = 0 if error else num_open - sum(output.finished for _, output in outputs)
                 if outputs:
                     yield outputs
                 if error is not None:

@@ -172,11 +172,11 @@ def build(
 def check_weight_format(config: EngineConfig, folder: Path) -> None:
     """Raises `FieldError` where the folder's weights are others than `config` requires."""
     is_gguf = has_index(folder)
-    found = "tensors of a GGUF file" if is_gguf else "safetensors"
+    form = "tensors of a GGUF file" if is_gguf else "safetensors"
     for name in ("load_format", "quantization"):
         value = getattr(config, name)
         if value != "auto" and (value == "gguf") != is_gguf:
-            problem = f"{value}: the model's weights are {found}, and are served as they are."
+            problem = f"{value}: the model's weights are {form}, and are served as they are."
             raise FieldError(name, problem)
 
 
@@ -185,7 +185,7 @@ def _with_activations(config: EngineConfig, folder: Path) -> EngineConfig:
     if config.cpu_activations != "auto":
         return config
     tensors = read_index(folder).tensors if has_index(folder) else ()
-    is_quantized = any(one.format in QUANT_FORMATS for one in tensors)
+    is_quantized = any(tensor.format in QUANT_FORMATS for tensor in tensors)
     is_int8 = is_quantized and not needs_torch(config)
     return replace(config, cpu_activations="int8" if is_int8 else "exact")
 

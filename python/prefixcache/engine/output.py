@@ -81,8 +81,8 @@ class Answer:
 
     def add_prompt_logprobs(self, start: int, logprobs: Sequence[TokenLogprobs]) -> None:
         """Takes those that follow positions `start`, `start + 1`, ...; known ones are skipped."""
-        known = len(self._prompt_logprobs) - 1 - start
-        self._prompt_logprobs.extend(logprobs[known:])
+        num_known = len(self._prompt_logprobs) - 1 - start
+        self._prompt_logprobs.extend(logprobs[num_known:])
 
     def count_drafts(self, *, accepted: int = 0, refused: int = 0) -> None:
         """Counts guesses at the answer's tokens, before the tokens are pushed."""

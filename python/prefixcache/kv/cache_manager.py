@@ -82,7 +82,7 @@ class PrefixLookup:
     def names(self, index: int) -> list[tuple[bytes, int]]:
         """Hash and group of a full block of the prompt in each group; empty past the last."""
         hashes = self._sequence.block_hashes(index, index + 1)
-        return [(one, group) for one in hashes for group in range(self._num_groups)]
+        return [(block_hash, group) for block_hash in hashes for group in range(self._num_groups)]
 
 
 @dataclass(slots=True)
@@ -410,7 +410,7 @@ class CacheManager:
         even the first block is cached.
         """
         now = self._cache.weight_version
-        given, known = self._sequences[request_id], older.sequences
+        given, older_sequences = self._sequences[request_id], older.sequences
         older.sequences = {}
         most = -1
         for version in range(now, int(max(now - older.most, 0)) - 1, -1):
@@ -419,7 +419,7 @@ class CacheManager:
                 break  # it was forgotten, and so were all before it
             if version < now and self._is_absent(first):
                 continue
-            sequence = known.get(version) or given.at_version(version)
+            sequence = older_sequences.get(version) or given.at_version(version)
             assert sequence is not None
             older.sequences[version] = sequence
             hits = self._cache.count_prefix_hits(sequence, self._hit_limit(max_tokens))
@@ -449,11 +449,11 @@ class CacheManager:
         if not self.has_windows:
             return 0
         sequence = self._sequences[request_id]
-        whole = self._cache.count_whole_hits(sequence, max_tokens)
-        if whole <= hit_tokens:
+        whole_hits = self._cache.count_whole_hits(sequence, max_tokens)
+        if whole_hits <= hit_tokens:
             return 0
-        self._add_anchor(request_id, whole)
-        return whole - hit_tokens
+        self._add_anchor(request_id, whole_hits)
+        return whole_hits - hit_tokens
 
     def keep_for(self, request_id: str, follower_id: str) -> None:
         """Lets the follower begin where its prompt parts from the tokens of the first request."""
@@ -599,7 +599,11 @@ class CacheManager:
         if self._merge_twins:
             now = self._cache.weight_version
             # Newer weights than its chain's computed other bits.
-            duplicates = [one for one in duplicates if sequences[one[0]].weight_version == now]
+            duplicates = [
+                duplicate
+                for duplicate in duplicates
+                if sequences[duplicate[0]].weight_version == now
+            ]
             for sequence, group, index, _ in duplicates:
                 self._cache.replace_block(sequences[sequence], group, index)
             self.num_merged_blocks += len(duplicates)
@@ -607,9 +611,11 @@ class CacheManager:
                 logger.debug("%d blocks with the same content were merged.", len(duplicates))
         if not duplicates:
             return {}
-        whole = self._whole_groups  # Of states few places have a block.
-        held = Counter((place, index) for place, group, index, _ in duplicates if group in whole)
-        return Counter(place for (place, _), n in held.items() if n == len(whole))
+        whole_groups = self._whole_groups  # Of states few places have a block.
+        held = Counter(
+            (place, index) for place, group, index, _ in duplicates if group in whole_groups
+        )
+        return Counter(place for (place, _), n in held.items() if n == len(whole_groups))
 
     def drop_unneeded(self, computed: Sequence[tuple[str, int]]) -> None:
         """Gives back the blocks that no token from the given one on needs, request by request.

@@ -77,10 +77,10 @@ class FileLayout:
 @cache
 def program_digest() -> str:
     """Stands for the kernels: others may round in another way. From the file that they are in."""
-    found = find_spec("prefixcache._core")
-    assert found is not None
-    assert found.origin is not None
-    path = Path(found.origin)
+    spec = find_spec("prefixcache._core")
+    assert spec is not None
+    assert spec.origin is not None
+    path = Path(spec.origin)
     (digest,) = hash_file_ranges(path, [(0, path.stat().st_size)], 1)
     return digest.hex()[:16]
 
@@ -209,12 +209,12 @@ class KVFolder(PrivateFolder):
         if descriptor is None:
             return FileState("in use by a server")
         try:
-            known = describe_kv_file(descriptor)
-            valid, damaged = KVFile(descriptor, **known).survey(reads=reads)
+            header = describe_kv_file(descriptor)
+            valid, damaged = KVFile(descriptor, **header).survey(reads=reads)
         finally:
             os.close(descriptor)
         checked = f", {damaged} of them damaged" if reads else ""
-        return FileState(f"{valid} blocks{checked}; {known['about']}", is_damaged=damaged > 0)
+        return FileState(f"{valid} blocks{checked}; {header['about']}", is_damaged=damaged > 0)
 
     def _lock_own(self, layout: FileLayout) -> tuple[str, int]:
         for number in range(_MOST_SERVERS):

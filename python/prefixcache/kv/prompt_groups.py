@@ -111,7 +111,7 @@ class PromptGroups:
         kept = sequence.at_version(sequence.weight_version)
         if kept is None:
             return  # other weights have come since, and everything was forgotten
-        prompt = _Prompt(group.owner, kept, [(group.owner, one) for one in hashes])
+        prompt = _Prompt(group.owner, kept, [(group.owner, block_hash) for block_hash in hashes])
         group.prompts.add(hashes[-1])
         self._prompts[request.group.name, hashes[-1]] = prompt
         self._num_blocks += count
@@ -157,9 +157,9 @@ class PromptGroups:
         self._num_blocks -= len(prompt.blocks)
         self._num_raising.subtract(prompt.blocks)
         raised = next(
-            (place for place, one in enumerate(prompt.blocks) if not self._num_raising[one]),
+            (place for place, block in enumerate(prompt.blocks) if not self._num_raising[block]),
             len(prompt.blocks),
         )
-        for one in prompt.blocks[raised:]:
-            del self._num_raising[one]
+        for block in prompt.blocks[raised:]:
+            del self._num_raising[block]
         self._cache.end_hints(prompt.owner, prompt.sequence, raised)

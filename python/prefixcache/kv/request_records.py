@@ -40,7 +40,7 @@ class WholeAnswer:
         self.tokens += output.token_ids
         self.logprobs += [taken.logprob for taken in output.logprobs]
         if output.prompt_logprobs is not None:
-            self.prompt_logprobs = [one and one.logprob for one in output.prompt_logprobs]
+            self.prompt_logprobs = [scored and scored.logprob for scored in output.prompt_logprobs]
         self.staleness = max(self.staleness, output.prompt.hit_staleness)
         self.finish = output.ending.finish_reason
 
@@ -64,14 +64,14 @@ class _Open:
     def line(self) -> str:
         """The request as it stands in the file."""
         params = replace(self.request.params, seed=self.seed)
-        known = {
+        facts = {
             "id": self.request.request_id,
             "weights": self.weights,
             "mixed": self.is_mixed,
             "params": PARAMS.dump_python(params, mode="json"),
             "prompt": self.request.prompt_token_ids.tolist(),
         }
-        return line(known | asdict(self.answer))
+        return line(facts | asdict(self.answer))
 
 
 class RequestRecords(RecordWriter[_Open]):
@@ -93,24 +93,24 @@ class RequestRecords(RecordWriter[_Open]):
     def compute(self, request_ids: Iterable[str], version: int, weights: str) -> None:
         """The next step computes a part of these requests, with the weights of this name."""
         for request_id in request_ids:
-            one = self._open[request_id]
-            if one.version is None:
-                one.version, one.weights = version, weights
-            one.is_mixed |= one.version != version
+            entry = self._open[request_id]
+            if entry.version is None:
+                entry.version, entry.weights = version, weights
+            entry.is_mixed |= entry.version != version
 
     def restart(self, request_ids: Iterable[str]) -> None:
         """What was computed of these requests is void."""
         for request_id in request_ids:
-            one = self._open[request_id]
-            self._open[request_id] = _Open(one.request, one.seed)
+            entry = self._open[request_id]
+            self._open[request_id] = _Open(entry.request, entry.seed)
 
     def push(self, output: RequestOutput) -> None:
         """What the caller of a request gets; the last of it writes the request."""
-        one = self._open[output.request_id]
-        one.answer.push(output)
+        entry = self._open[output.request_id]
+        entry.answer.push(output)
         if output.finished:
             del self._open[output.request_id]
-            self.put(one)
+            self.put(entry)
 
     def forget_all(self) -> None:
         """No request is in flight any more."""

@@ -119,7 +119,7 @@ class KVLayout:
     @property
     def unused_share(self) -> float:
         """Of a block of every group, the share of the bytes that no layer of attention uses."""
-        groups = [one for one in self.groups if not (one.conv_width or one.state_tensors)]
+        groups = [group for group in self.groups if not (group.conv_width or group.state_tensors)]
         own = (self.num_kv_heads, self.head_dim)
         used = [len(group.layers) * prod(group.heads or own) for group in groups]
         return 1 - sum(used) / (len(groups) * self.num_tensors * prod(own))

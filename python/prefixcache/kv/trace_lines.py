@@ -149,9 +149,9 @@ class TraceLines:
     def _publish(self, request_ids: Sequence[str], upto: Sequence[int]) -> dict[str, Any]:
         recorded = [self._requests[request_id] for request_id in request_ids]
         return {
-            "ids": [one.number for one in recorded],
+            "ids": [request.number for request in recorded],
             "upto": upto,
-            "names": [one.take_names() for one in recorded],
+            "names": [request.take_names() for request in recorded],
         }
 
     def _anchor(self, request_id: str, at: int) -> dict[str, Any]:
@@ -163,8 +163,8 @@ class TraceLines:
     def _end(self, request_ids: Sequence[str], well: frozenset[str]) -> dict[str, Any]:
         ended = [self._requests.pop(request_id) for request_id in request_ids]
         return {
-            "ids": [one.number for one in ended],
-            "tokens": [one.num_tokens for one in ended],
+            "ids": [request.number for request in ended],
+            "tokens": [request.num_tokens for request in ended],
             "well": [request_id in well for request_id in request_ids],
         }
 

@@ -195,16 +195,16 @@ class Drafter:
         if most <= 0 or not state.may_be_drafted:
             return None
         text = self._text(state)
-        found, length, source = text.stream.draft(most)
+        guesses, length, source = text.stream.draft(most)
         kind = _Kind(text.scope, source, length.bit_length())
         of_kind = self._record(kind)
-        if found:
+        if guesses:
             of_kind.earn(_CREDIT_OF_CHANCE)
             self._unproven.earn(_SHARED_CREDIT_OF_CHANCE)
         credit = of_kind.credit
         if not of_kind.is_proven:
             credit = min(credit, self._unproven.credit)
-        tokens = _before_end(found[: max(0, int(credit))], state.end_token_ids)
+        tokens = _before_end(guesses[: max(0, int(credit))], state.end_token_ids)
         if not tokens:
             return None
         return _Draft(state, tokens, kind, self._share_right(kind, text.record))

@@ -143,7 +143,7 @@ class _Fit(NamedTuple):
     per_token: float
     per_pair: float
     spread: float
-    known: Load
+    largest: Load
 
     @classmethod
     def to(cls, decodes: Sequence[_Sample], prefills: Sequence[_Sample]) -> _Fit:
@@ -162,7 +162,7 @@ class _Fit(NamedTuple):
         return cls(
             *costs.tolist(),
             spread=_spread(loads[chunks] @ costs, seconds[chunks]),
-            known=Load(*map(int, loads[:, 1:].max(axis=0))),
+            largest=Load(*map(int, loads[:, 1:].max(axis=0))),
         )
 
     def longest(self, load: Load) -> float:
@@ -173,7 +173,7 @@ class _Fit(NamedTuple):
     def covers(self, load: Load) -> bool:
         """Whether the load is near one that was measured."""
         # The second chunk of a prompt has three times the pairs of the first one.
-        return load.tokens <= 2 * self.known.tokens and load.pairs <= 4 * self.known.pairs
+        return load.tokens <= 2 * self.largest.tokens and load.pairs <= 4 * self.largest.pairs
 
 
 def _weights(count: int) -> list[float]:
@@ -193,13 +193,13 @@ def _nonnegative_least_squares(
     table: npt.NDArray[np.float64], wanted: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
     """The `x` of least |table @ x - wanted|, where columns that would get less than 0 get 0."""
-    found = np.zeros(table.shape[1])
+    solution = np.zeros(table.shape[1])
     used = np.flatnonzero(table.any(axis=0))
     while len(used):
         lengths = np.linalg.norm(table[:, used], axis=0)
         scaled = np.linalg.lstsq(table[:, used] / lengths, wanted, rcond=1e-3)[0]
         if (scaled >= 0).all():
-            found[used] = scaled / lengths
+            solution[used] = scaled / lengths
             break
         used = np.delete(used, scaled.argmin())
-    return found
+    return solution

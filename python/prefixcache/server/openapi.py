@@ -140,10 +140,12 @@ def _add(
     members = schema.setdefault("properties", {})
     passed_on = getattr(model, "no_effect", frozenset[str]())
     if model in (ResponsesRequest, MessagesRequest, CountTokensRequest):
-        known = _model_schema(ChatRequest)
-        schemas.update(known.pop("$defs", {}))
-        same = known["properties"].items()
-        members |= {name: one for name, one in same if name in passed_on and name not in members}
+        chat_schema = _model_schema(ChatRequest)
+        schemas.update(chat_schema.pop("$defs", {}))
+        same = chat_schema["properties"].items()
+        members |= {
+            name: member for name, member in same if name in passed_on and name not in members
+        }
     members |= {name: schema_of(form) for name, form in properties.items()}
     schemas[model.__name__] = schema
     return {"$ref": _REF + model.__name__}

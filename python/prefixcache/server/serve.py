@@ -210,9 +210,9 @@ def served_model(
     tokenizer: Tokenizer,
     generation: GenerationDefaults,
     folder: Path,
-    **known: Any,
+    **facts: Any,
 ) -> ServedModel:
-    """The model as the flags show it to clients; `known` are fields that an engine tells.
+    """The model as the flags show it to clients; `facts` are fields that an engine tells.
 
     Raises `FieldError` for a `pooling` that the model cannot do.
     """
@@ -235,7 +235,7 @@ def served_model(
         tool_call_parser=options.tool_call_parser,
         reasoning_parser=options.reasoning_parser,
         template_variables=options.default_chat_template_kwargs or {},
-        **known,
+        **facts,
     )
 
 

@@ -83,8 +83,8 @@ class SelfSizing:
         if self._pool.is_at_floor:
             return None
         if not self._idle_part:
-            whole = self._pool.num_blocks - self._pool.sizes.floor
-            self._idle_part = max(1, math.ceil(whole / _IDLE_PARTS))
+            removable = self._pool.num_blocks - self._pool.sizes.floor
+            self._idle_part = max(1, math.ceil(removable / _IDLE_PARTS))
         part = self._idle_part
         return lambda pool: pool.rest(pool.num_blocks - part)
 

@@ -44,7 +44,7 @@ class Stream:
 
     def __init__(self, checked: Sequence[CheckedRequest], most_unread: int | None) -> None:
         self.checked = checked
-        self.requests = [one.request for one in checked]
+        self.requests = [request.request for request in checked]
         self.is_open = True
         self.sent = time.monotonic()
         self.loop = asyncio.get_running_loop()

@@ -80,12 +80,12 @@ class StagedTensors:
     def _accept(self, end: int) -> int:
         """Takes what was appended up to byte `end` as a whole chunk; how many tensors it has."""
         ranges = self._read_header(end)
-        again = next((one.name for one in ranges if one.name in self._ranges), None)
+        again = next((tensor.name for tensor in ranges if tensor.name in self._ranges), None)
         if again is not None:
             raise ModelLoadError(f"{again} has come before in this update")
         with _Mapped(self._file.fileno(), end) as data:
-            self._check({one.name: data.array(one) for one in ranges})
-        self._ranges |= {one.name: one for one in ranges}
+            self._check({tensor.name: data.array(tensor) for tensor in ranges})
+        self._ranges |= {tensor.name: tensor for tensor in ranges}
         self._size = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE  # numbers are aligned in every chunk
         self._file.truncate(self._size)
         return len(ranges)
@@ -112,8 +112,8 @@ class StagedTensors:
             raise ModelLoadError(f"a chunk's header has {size} bytes, which is too many")
         header = os.pread(self._file.fileno(), size, begin + 8)
         ranges = parse_header(header, begin + 8 + size)
-        for one in ranges:
-            _check_range(one, begin + 8 + size, end)
+        for tensor in ranges:
+            _check_range(tensor, begin + 8 + size, end)
         _check_apart(ranges)
         return ranges
 
@@ -140,13 +140,13 @@ class _Mapped(Mapping[str, Array]):
     def __len__(self) -> int:
         return len(self._ranges)
 
-    def array(self, one: TensorRange) -> Array:
+    def array(self, tensor: TensorRange) -> Array:
         """A tensor's numbers, in place unless they are not aligned."""
-        data = self._memory[one.start : one.end].view(np.uint8)
-        dtype = TYPES[one.format]
-        if one.start % dtype.itemsize:
+        data = self._memory[tensor.start : tensor.end].view(np.uint8)
+        dtype = TYPES[tensor.format]
+        if tensor.start % dtype.itemsize:
             data = data.copy()
-        return data.view(dtype).reshape(one.shape)
+        return data.view(dtype).reshape(tensor.shape)
 
 
 def as_chunk(tensors: Mapping[str, Array]) -> list[bytes | memoryview]:
@@ -157,10 +157,10 @@ def as_chunk(tensors: Mapping[str, Array]) -> list[bytes | memoryview]:
     for name, array in tensors.items():
         numbers = np.ascontiguousarray(array)
         span = [offset, offset + numbers.nbytes]
-        known = FORMATS.get(numbers.dtype)
-        if known is None:
+        format_name = FORMATS.get(numbers.dtype)
+        if format_name is None:
             raise ModelLoadError(f"{name} has the type {numbers.dtype}, which no weights here have")
-        header[name] = {"dtype": known, "shape": list(array.shape), "data_offsets": span}
+        header[name] = {"dtype": format_name, "shape": list(array.shape), "data_offsets": span}
         pieces.append(numbers.reshape(-1).view(np.uint8).data)
         offset += numbers.nbytes
     text = json.dumps(header).encode()
@@ -176,20 +176,24 @@ def _memory_file() -> int:
         return os.dup(file.fileno())
 
 
-def _check_range(one: TensorRange, begin: int, end: int) -> None:
-    dtype = TYPES.get(one.format)
+def _check_range(tensor: TensorRange, begin: int, end: int) -> None:
+    dtype = TYPES.get(tensor.format)
     if dtype is None:
-        raise ModelLoadError(f"{one.name} has the type {one.format}, which no weights here have")
-    if any(size < 0 for size in one.shape) or not begin <= one.start <= one.end <= end:
-        raise ModelLoadError(f"{one.name} lies outside of its chunk")
-    if one.end - one.start != prod(one.shape) * dtype.itemsize:
-        raise ModelLoadError(f"{one.name} has {one.end - one.start} bytes, not those of its shape")
+        raise ModelLoadError(
+            f"{tensor.name} has the type {tensor.format}, which no weights here have"
+        )
+    if any(size < 0 for size in tensor.shape) or not begin <= tensor.start <= tensor.end <= end:
+        raise ModelLoadError(f"{tensor.name} lies outside of its chunk")
+    if tensor.end - tensor.start != prod(tensor.shape) * dtype.itemsize:
+        raise ModelLoadError(
+            f"{tensor.name} has {tensor.end - tensor.start} bytes, not those of its shape"
+        )
 
 
 def _check_apart(ranges: Iterable[TensorRange]) -> None:
     """Tensors that overlap would have others' bytes, and more of them than were sent."""
     end = 0
-    for one in sorted(ranges, key=lambda one: one.start):
-        if one.start < end:
-            raise ModelLoadError(f"{one.name} overlaps another tensor of its chunk")
-        end = max(end, one.end)
+    for tensor in sorted(ranges, key=lambda tensor: tensor.start):
+        if tensor.start < end:
+            raise ModelLoadError(f"{tensor.name} overlaps another tensor of its chunk")
+        end = max(end, tensor.end)

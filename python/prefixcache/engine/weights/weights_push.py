@@ -119,14 +119,14 @@ class WeightsPush:
                 raise wrong("update_id", "names an update of which no chunk has come")
             if digest is not None and not full:
                 raise wrong("digest", "is of all weights, so full must not be false")
-            found = staged.digest() if full else None
-            if digest is not None and digest.lower() != found:
+            computed = staged.digest() if full else None
+            if digest is not None and digest.lower() != computed:
                 self._close("has another digest than was said")
                 raise wrong(
-                    "digest", f"{shown(digest)} is not that of what has come, which is {found}"
+                    "digest", f"{shown(digest)} is not that of what has come, which is {computed}"
                 )
             version = self._replace(
-                staged, mode, digest=found, weight_version=weight_version, full=full
+                staged, mode, digest=computed, weight_version=weight_version, full=full
             )
             self._close(None)
             return version
@@ -227,7 +227,7 @@ def _listed(chunks: Chunk | Iterable[Chunk]) -> Iterable[Chunk]:
 def _pieces(chunk: Chunk) -> list[bytes | memoryview]:
     if isinstance(chunk, Mapping):
         with blaming("chunk", prefix="chunk: "):
-            return as_chunk({name: given_array(name, one) for name, one in chunk.items()})
+            return as_chunk({name: given_array(name, array) for name, array in chunk.items()})
     return [memoryview(chunk)]
 
 
@@ -245,8 +245,8 @@ def _shared_pieces(path: str) -> Iterator[bytes]:
     except OSError as error:
         raise wrong("shm_name", f"cannot be opened: {error.strerror}") from error
     with os.fdopen(fd, "rb", buffering=0) as file:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
             raise wrong("shm_name", "must be a file of the user that the engine runs as")
         os.unlink(path)
         while piece := file.read(_READ_AT_ONCE):

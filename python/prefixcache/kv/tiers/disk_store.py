@@ -257,7 +257,7 @@ class DiskStore:
 
     def get(self, keys: Sequence[bytes]) -> list[bytes]:
         """See `BlockStore`."""
-        found: list[bytes] = []
+        contents: list[bytes] = []
         with self._errors():
             for key in keys:
                 # Whatever type a damaged value has, its checksum is what refuses it.
@@ -268,8 +268,8 @@ class DiskStore:
                 if row is None:
                     break
                 self._touched.append(row[0])
-                found.append(row[1] or b"")
-        return found
+                contents.append(row[1] or b"")
+        return contents
 
     def _touch(self) -> None:
         """Writes down what was used since: reads need not wait for that."""

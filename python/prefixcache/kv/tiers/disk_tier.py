@@ -163,7 +163,7 @@ class DiskTier:
 
     def count(self, hashes: Sequence[bytes]) -> int:
         """How many leading ones of these blocks of the first group it has. From any thread."""
-        return self.staging.count_stored([block_key(one) for one in hashes])
+        return self.staging.count_stored([block_key(block_hash) for block_hash in hashes])
 
     def seconds(self, num_blocks: int) -> float:
         """How long a load of that many blocks will take; 0 until one was measured."""

@@ -156,9 +156,9 @@ def add_changes(
         """Serves the weights of another folder or file, of the same model."""
         fields = await read_options(request, UpdateWeightsRequest)
         path, mode = required("model_path", fields.model_path), fields.chosen_mode()
-        with model_dirs.checked(path) as found:
+        with model_dirs.checked(path) as folder:
             version, now = await update(
-                path=found, mode=mode, revision=fields.revision, tag=fields.weight_version
+                path=folder, mode=mode, revision=fields.revision, tag=fields.weight_version
             )
         return {
             "success": True,
@@ -193,7 +193,7 @@ def update_weights(
 def options_of(command: Callable[..., Any]) -> type[RequestFields]:
     """The options of a command that is an endpoint, each of which may be left out or null."""
     types: dict[str, Any] = {
-        one.name: (one.annotation | None, None) for one in _parameters(command)
+        parameter.name: (parameter.annotation | None, None) for parameter in _parameters(command)
     }
     base = SleepFields if command.__name__ == "sleep" else RequestFields
     return create_model(command.__name__, __base__=base, **types)
@@ -214,7 +214,7 @@ def add_commands(router: APIRouter, commands: Iterable[Command], run: RunCommand
 def _endpoint(run: RunCommand, command: Callable[..., Any]) -> Callable[..., Any]:
     """What calls a command with a request's options; those left out or null keep their defaults."""
     parameters, options = _parameters(command), options_of(command)
-    needed = [one.name for one in parameters if one.default is one.empty]
+    needed = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
 
     @describes_command(options)
     async def call(request: Request) -> Response:

@@ -158,16 +158,18 @@ def add_states(
         "How many requests the engine has.", {"server_load": int, "running": int, "waiting": int}
     )
     async def load() -> dict[str, int]:
-        found = await states()
-        running, waiting = (sum(one[name] for one in found) for name in ("running", "waiting"))
+        all_states = await states()
+        running, waiting = (
+            sum(state[name] for state in all_states) for name in ("running", "waiting")
+        )
         return {"server_load": running + waiting, "running": running, "waiting": waiting}
 
     @router.get("/is_paused")
     @describes("Whether requests wait.", {"is_paused": bool})
     async def is_paused() -> dict[str, bool]:
-        return {"is_paused": any(one["is_paused"] for one in await states())}
+        return {"is_paused": any(state["is_paused"] for state in await states())}
 
     @router.get("/is_sleeping")
     @describes("Whether memory was given back.", {"is_sleeping": bool})
     async def is_sleeping() -> dict[str, bool]:
-        return {"is_sleeping": any(one["is_sleeping"] for one in await states())}
+        return {"is_sleeping": any(state["is_sleeping"] for state in await states())}

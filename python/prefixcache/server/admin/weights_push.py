@@ -89,7 +89,7 @@ def weights_push_router(engine: AsyncEngine) -> APIRouter:
         if media_type(request) == _BYTES:
             update_id = required("update_id", request.query_params.get("update_id"))
             async with one_at_a_time:
-                pieces = [one async for one in _pieces(request, partial(push.touch, update_id))]
+                pieces = [piece async for piece in _pieces(request, partial(push.touch, update_id))]
                 added = await asyncio.to_thread(push.add_pieces, update_id, pieces)
         else:
             fields = await read_options(request, WeightsChunkRequest)

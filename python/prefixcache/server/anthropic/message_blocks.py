@@ -64,9 +64,9 @@ class Conversation:
             self.messages.append({"role": role, "content": []})
         return self.messages[-1]
 
-    def _add_texts(self, role: str, blocks: list[_Block], known: str = "'text'") -> None:
+    def _add_texts(self, role: str, blocks: list[_Block], kinds: str = "'text'") -> None:
         for block, place in blocks:
-            self._add_text(self._message(role), block, place, known)
+            self._add_text(self._message(role), block, place, kinds)
 
     def _add_user(self, content: object, field: str) -> None:
         """Results of tools come first, each as a message of its own."""
@@ -76,7 +76,7 @@ class Conversation:
         for block, place in blocks:
             if block.get("type") == "tool_result":
                 self._add_result(block, place)
-        said = [one for one in blocks if one[0].get("type") != "tool_result"]
+        said = [pair for pair in blocks if pair[0].get("type") != "tool_result"]
         self._add_texts("user", said, "'text' or 'tool_result'")
 
     def _add_result(self, block: Values, field: str) -> None:
@@ -100,11 +100,11 @@ class Conversation:
             elif kind != "redacted_thinking":
                 self._add_text(message, block, place, "'text', 'thinking' or 'tool_use'")
 
-    def _add_text(self, message: Message, block: Values, field: str, known: str = "'text'") -> None:
+    def _add_text(self, message: Message, block: Values, field: str, kinds: str = "'text'") -> None:
         """Adds a part to the last message."""
         if block.get("type") != "text":
             kind = shown(block.get("type"))
-            raise wrong(f"{field}.type", f"must be {known}, the kinds that are read, got {kind}")
+            raise wrong(f"{field}.type", f"must be {kinds}, the kinds that are read, got {kind}")
         self._mark(block, field, len(message["content"]))
         message["content"].append({"type": "text", "text": text_of(block, "text", field)})
 

@@ -51,8 +51,8 @@ def misses_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
         diagnosis = job.diagnosis
         if diagnosis is None:
             raise diagnostics_off("/prefix_cache/explain")
-        for one in job.requests[:: job.params.n]:
-            maker.engine.check(one)
+        for prompt in job.requests[:: job.params.n]:
+            maker.engine.check(prompt)
         diagnosis.explains = True
         return json_response(await maker.workers.in_thread(partial(_explained, diagnosis)))
 
@@ -77,20 +77,20 @@ def _explained(diagnosis: Diagnosis) -> bytes:
     diagnosis.explain()
     prompts = diagnosis.explanations or []
     counts = ("prompt_tokens", "cached_tokens", "disk_tokens")
-    sums = {name: sum(one[name] for one in prompts) for name in counts}
+    sums = {name: sum(prompt[name] for prompt in prompts) for name in counts}
     return object_json({**sums, "prompts": prompts})
 
 
 def _summary(diagnostics: CacheDiagnostics, limit: int) -> dict[str, Any]:
     diagnostics.settle()
-    found = summarize(diagnostics.history.prompts(), block_size=diagnostics.block_size)
+    summary = summarize(diagnostics.history.prompts(), block_size=diagnostics.block_size)
     return {
-        "since": found.since,
-        "num_requests": found.num_requests,
-        "prompt_tokens": found.prompt_tokens,
-        "cached_tokens": found.cached_tokens,
-        "disk_cached_tokens": found.disk_cached_tokens,
-        "tokens_recomputed": found.tokens_recomputed,
-        "num_findings": len(found.findings),
-        "findings": [finding.as_json() for finding in found.findings[:limit]],
+        "since": summary.since,
+        "num_requests": summary.num_requests,
+        "prompt_tokens": summary.prompt_tokens,
+        "cached_tokens": summary.cached_tokens,
+        "disk_cached_tokens": summary.disk_cached_tokens,
+        "tokens_recomputed": summary.tokens_recomputed,
+        "num_findings": len(summary.findings),
+        "findings": [finding.as_json() for finding in summary.findings[:limit]],
     }

@@ -16,14 +16,14 @@ _LEAST_REST = 50
 
 @dataclass(slots=True)
 class Feed:
-    """Gives each page what `take` returned last, by name, every `period` seconds.
+    """Gives each page what `look` returned last, by name, every `period` seconds.
 
     `greet` makes the first event of a page. A page that reads more slowly than events come misses
     some, and one that does not read at all is cut by the connection's time to write. The pages end
-    when `is_stopping`. One event loop uses it; `take` runs in a thread, never twice at once.
+    when `is_stopping`. One event loop uses it; `look` runs in a thread, never twice at once.
     """
 
-    take: Callable[[], Mapping[str, bytes]]
+    look: Callable[[], Mapping[str, bytes]]
     greet: Callable[[], bytes]
     is_stopping: Callable[[], bool]
     period: float = 1.0
@@ -59,7 +59,7 @@ class Feed:
     async def _run(self) -> None:
         try:
             while self._pages and not self.is_stopping():
-                events, spent = await asyncio.to_thread(self._take_timed)
+                events, spent = await asyncio.to_thread(self._look_timed)
                 for page in self._pages:
                     page.offer(events)
                 await asyncio.sleep(max(self.period, _LEAST_REST * spent))
@@ -69,10 +69,10 @@ class Feed:
             for page in self._pages:
                 page.end()
 
-    def _take_timed(self) -> tuple[Mapping[str, bytes], float]:
+    def _look_timed(self) -> tuple[Mapping[str, bytes], float]:
         """The events, and the CPU seconds that they took: on a busy machine the clock says more."""
         begun = time.thread_time()
-        return self.take(), time.thread_time() - begun
+        return self.look(), time.thread_time() - begun
 
 
 class _Page:

@@ -71,7 +71,7 @@ class Rates:
     refused: float
 
 
-POINT_FIELDS = ("time", "running", "waiting", *(one.name for one in fields(Rates)))
+POINT_FIELDS = ("time", "running", "waiting", *(field.name for field in fields(Rates)))
 
 
 def point(before: Look, now: Look, ttft: Sequence[float]) -> dict[str, float | None]:

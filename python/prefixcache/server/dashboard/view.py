@@ -83,7 +83,7 @@ class View:
             "failed": now.failed,
             "refused": now.refused,
             "memory": None if stats.memory is None else _memory(stats.memory),
-            "requests": [asdict(one) for one in control.progress(_MOST_REQUESTS)],
+            "requests": [asdict(request) for request in control.progress(_MOST_REQUESTS)],
         }
 
     def _next_point(self, now: Look) -> dict[str, float | None]:

@@ -217,7 +217,7 @@ def _digest(key: bytes) -> bytes:
 
 def _holds(digests: list[bytes], digest: bytes) -> bool:
     """Compares all, each in constant time: how long it takes tells nothing of a key."""
-    matches = [secrets.compare_digest(digest, known) for known in digests]
+    matches = [secrets.compare_digest(digest, expected) for expected in digests]
     return any(matches)
 
 

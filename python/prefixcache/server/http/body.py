@@ -55,8 +55,8 @@ class RequestFields(BaseModel, strict=True, extra="allow"):
 
     def unknown_fields(self) -> list[str]:
         """Names of unknown fields, in the caller's spelling."""
-        known = self.no_effect | self.refused.keys()
-        names = [name for name in self.model_extra or {} if name not in known]
+        accepted = self.no_effect | self.refused.keys()
+        names = [name for name in self.model_extra or {} if name not in accepted]
         for name, part in self:
             if isinstance(part, BaseModel):
                 names += [f"{name}.{other}" for other in part.model_extra or {}]

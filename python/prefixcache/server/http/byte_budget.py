@@ -81,8 +81,8 @@ class Body(_Share):
     def take(self) -> bytes:
         """The whole body, which counts until it is released."""
         self.complete()
-        whole, self._kept = bytes(self._kept), bytearray()
-        return whole
+        body, self._kept = bytes(self._kept), bytearray()
+        return body
 
     def release(self) -> None:
         """Nothing of the body is kept any more. Idempotent."""

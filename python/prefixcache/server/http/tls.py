@@ -191,10 +191,10 @@ class _Pending:
 def _status(name: str, path: Path) -> tuple[int, int, int]:
     try:
         with path.open("rb"):
-            found = path.stat()
+            status = path.stat()
     except OSError as error:
         raise FieldError(name, f"cannot read {path}: {error.strerror}.") from None
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _context(options: TlsOptions) -> ssl.SSLContext:

@@ -261,8 +261,8 @@ async def _events(
         return await workers.run(size, texts) if size else texts()
 
     with _noted_for_the_log(job, choices):
-        for one in form.begin(job):
-            yield write(one)
+        for opening in form.begin(job):
+            yield write(opening)
         async with aclosing(_batches(job, outputs, choices, events_of)) as batches:
             async for batch in batches:
                 yield batch
@@ -301,8 +301,8 @@ async def _to_the_end(
     """The events, also that of an error where they fail."""
     try:
         async with aclosing(events):
-            async for one in events:
-                yield one
+            async for text in events:
+                yield text
     except Exception as error:
         if is_unexpected(error):
             logger.exception("The stream %s failed.", job.call.id)
@@ -417,8 +417,8 @@ def comparison_fields(
     job: Job, name: str, worded: Callable[[Comparison], object]
 ) -> dict[str, Any]:
     """`diagnosis_fields`, and under `name` how the prompt compares, where that was asked for."""
-    found = job.diagnosis and job.diagnosis.comparison
-    return diagnosis_fields(job) | ({} if found is None else {name: worded(found)})
+    comparison = job.diagnosis and job.diagnosis.comparison
+    return diagnosis_fields(job) | ({} if comparison is None else {name: worded(comparison)})
 
 
 def _admitted(job: Job, choices: Sequence[Choice]) -> list[Admitted | None]:

@@ -120,22 +120,22 @@ def anthropic_controls(
     for one that is not ephemeral for 5m or 1h, for more than four, and for a longer TTL behind a
     shorter one.
     """
-    found = list(marked)
+    marks = list(marked)
     if automatic is not None and last_block is not None:
-        found.append(Marked(last_block, "cache_control", automatic))
-    if len(found) > _MAX_BREAKPOINTS:
+        marks.append(Marked(last_block, "cache_control", automatic))
+    if len(marks) > _MAX_BREAKPOINTS:
         raise InvalidRequestError(
-            f"At most {_MAX_BREAKPOINTS} blocks may have cache_control, found {len(found)}.",
-            param=found[_MAX_BREAKPOINTS].field,
+            f"At most {_MAX_BREAKPOINTS} blocks may have cache_control, found {len(marks)}.",
+            param=marks[_MAX_BREAKPOINTS].field,
         )
     breakpoints = [
         Breakpoint(place, _ttl_seconds(value, field, ("type", "ephemeral"), ("5m", "1h"), "5m"))
-        for place, field, value in found
+        for place, field, value in marks
     ]
-    for (before, after), one in zip(itertools.pairwise(breakpoints), found[1:], strict=True):
+    for (before, after), mark in zip(itertools.pairwise(breakpoints), marks[1:], strict=True):
         if after.ttl_s > before.ttl_s:
             raise wrong(
-                f"{one.field}.ttl",
+                f"{mark.field}.ttl",
                 "is longer than that of a block before it: longer TTLs come "
                 "first, in the order tools, system, messages",
             )
@@ -188,8 +188,8 @@ def prompt_caching(
     use without it.
     """
     ends = [
-        (position, one.ttl_s)
-        for position, one in zip(positions, controls.breakpoints, strict=True)
+        (position, mark.ttl_s)
+        for position, mark in zip(positions, controls.breakpoints, strict=True)
         if position
     ]
     written = max((position for position, _ in ends), default=0)
@@ -205,13 +205,13 @@ def written_by_ttl(
 ) -> dict[float | None, int]:
     """The tokens that were written behind `num_cached` hits, by the seconds they are kept for."""
     begin, end = num_cached, num_cached + num_written
-    found: dict[float | None, int] = {}
-    for one in retention:
-        within = min(end, end if one.end is None else one.end) - max(begin, one.start)
+    by_ttl: dict[float | None, int] = {}
+    for hint in retention:
+        within = min(end, end if hint.end is None else hint.end) - max(begin, hint.start)
         if within > 0:
-            found[one.ttl_s] = found.get(one.ttl_s, 0) + within
-    rest = num_written - sum(found.values())
-    return {**found, None: rest + found.get(None, 0)} if rest else found
+            by_ttl[hint.ttl_s] = by_ttl.get(hint.ttl_s, 0) + within
+    rest = num_written - sum(by_ttl.values())
+    return {**by_ttl, None: rest + by_ttl.get(None, 0)} if rest else by_ttl
 
 
 def _ranges(ends: Sequence[tuple[int, int]], rest: int | None) -> Iterator[RetentionRange]:

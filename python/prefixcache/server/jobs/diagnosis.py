@@ -78,8 +78,8 @@ class Diagnosis:
 
     def end(self, admitted: Sequence[Admitted | None]) -> None:
         """What became of the prompts; None of one that was not computed."""
-        for request, one in zip(self.requests, admitted, strict=True):
-            self.diagnostics.end(request.request_id, one)
+        for request, admission in zip(self.requests, admitted, strict=True):
+            self.diagnostics.end(request.request_id, admission)
 
     def explain(self, admitted: Sequence[Admitted | None] | None = None) -> None:
         """Finds out what the answer is to tell, or without `admitted` what the cache has now.
@@ -91,7 +91,7 @@ class Diagnosis:
         outcomes = [None] * len(prompts) if admitted is None else admitted[: len(prompts)]
         if self.explains:
             pairs = zip(self.requests, prompts, outcomes, strict=False)
-            self.explanations = [self._explained(*one) for one in pairs]
+            self.explanations = [self._explained(*pair) for pair in pairs]
         if self.compared_with is not None:
             self.comparison = self._compared(self.compared_with, prompts[0], outcomes[0])
         self._prompts, self._is_explained = (), True
@@ -126,8 +126,8 @@ class Diagnosis:
         self, request: Request, prompt: RememberedPrompt, admitted: Admitted | None
     ) -> dict[str, Any]:
         asked = _unsent(request, prompt) if admitted is None else asked_of(prompt, admitted)
-        found = self.diagnostics.explain(asked, sees_all=self.call.caller.is_admin)
-        return explanation_fields(found, prompt, self.call.caller)
+        explanation = self.diagnostics.explain(asked, sees_all=self.call.caller.is_admin)
+        return explanation_fields(explanation, prompt, self.call.caller)
 
     def _compared(
         self, name: str, prompt: RememberedPrompt, admitted: Admitted | None
@@ -147,37 +147,37 @@ _OPENAI_REASONS: Mapping[ChangedPart, str] = {
 }
 
 
-def openai_comparison(found: Comparison) -> dict[str, Any]:
+def openai_comparison(comparison: Comparison) -> dict[str, Any]:
     """`prompt_cache_diagnostics` of OpenAI's Responses API.
 
     Blocks that are gone though nothing differs have no reason there: the result is "unavailable",
     as where the text that differs is not kept.
     """
-    if not found.is_known:
+    if not comparison.is_known:
         return {"type": "comparison_response_not_found"}
-    if not found.missed_tokens:
+    if not comparison.missed_tokens:
         return {"type": "cache_hit"}
-    if found.changed is None:
+    if comparison.changed is None:
         return {"type": "unavailable"}
     return {
         "type": "cache_miss",
-        "reason": _OPENAI_REASONS[found.changed],
-        "comparison_reusable_tokens": found.reusable_tokens,
-        "cache_missed_tokens": found.missed_tokens,
+        "reason": _OPENAI_REASONS[comparison.changed],
+        "comparison_reusable_tokens": comparison.reusable_tokens,
+        "cache_missed_tokens": comparison.missed_tokens,
     }
 
 
-def anthropic_comparison(found: Comparison) -> dict[str, Any] | None:
+def anthropic_comparison(comparison: Comparison) -> dict[str, Any] | None:
     """`diagnostics` of Anthropic's Messages API: what differs, whether or not it was cached."""
-    if not found.is_known:
+    if not comparison.is_known:
         return {"cache_miss_reason": {"type": "previous_message_not_found"}}
-    if not found.differs:
+    if not comparison.differs:
         return None
-    if found.changed is None:
+    if comparison.changed is None:
         return {"cache_miss_reason": {"type": "unavailable"}}
     reason = {
-        "type": f"{found.changed}_changed",
-        "cache_missed_input_tokens": found.missed_tokens,
+        "type": f"{comparison.changed}_changed",
+        "cache_missed_input_tokens": comparison.missed_tokens,
     }
     return {"cache_miss_reason": reason}
 
@@ -198,20 +198,20 @@ def check_may_ask(caller: Caller, salt: str | None, what: str) -> None:
 
 
 def explanation_fields(
-    found: Explanation, prompt: RememberedPrompt, caller: Caller
+    explanation: Explanation, prompt: RememberedPrompt, caller: Caller
 ) -> dict[str, Any]:
     """An explanation in JSON's types, as the caller may read it."""
-    block, lost = found.first_block, found.miss.detail
+    block, lost = explanation.first_block, explanation.miss.detail
     return {
-        "prompt_tokens": found.prompt_tokens,
-        "cached_tokens": found.miss.hit_tokens,
-        "disk_tokens": found.disk_tokens,
-        "reason": found.miss.reason,
-        "description": str(found),
+        "prompt_tokens": explanation.prompt_tokens,
+        "cached_tokens": explanation.miss.hit_tokens,
+        "disk_tokens": explanation.disk_tokens,
+        "reason": explanation.miss.reason,
+        "description": str(explanation),
         "first_missed_block": block and {"start": block.start, "end": block.stop},
         "lost": lost and asdict(lost),
-        "earlier": found.nearest
-        and _earlier_fields(found.nearest, found.shared_tokens, prompt, caller),
+        "earlier": explanation.nearest
+        and _earlier_fields(explanation.nearest, explanation.shared_tokens, prompt, caller),
     }
 
 

@@ -124,7 +124,7 @@ class PromptEncoder:
         `rendered_with` is as in `breakpoint_ends`.
         """
         param = "messages"
-        text, places = source.text, [one.place for one in controls.breakpoints]
+        text, places = source.text, [mark.place for mark in controls.breakpoints]
         if not (places or self._records_roles):
             encoded = await self.encode(
                 text, param=param, add_special_tokens=add_special_tokens, last=last

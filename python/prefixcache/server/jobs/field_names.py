@@ -35,9 +35,9 @@ def fields_named(names: Mapping[str, str]) -> Generator[None, None, None]:
 def _part_named(param: str, names: Mapping[str, str]) -> tuple[str, str] | None:
     """The field of the first name that `param` begins with, in `names` and in messages."""
     index = _INDEX.search(param)
-    for known, name in names.items():
-        begin = known.replace("[]", index[0], 1) if index else known
-        if "[" in known and param.startswith(begin):
+    for pattern, name in names.items():
+        begin = pattern.replace("[]", index[0], 1) if index else pattern
+        if "[" in pattern and param.startswith(begin):
             renamed = name.replace("[]", index[0] if index else "", 1) + param.removeprefix(begin)
             return renamed, renamed
     return None

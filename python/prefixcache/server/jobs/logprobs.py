@@ -30,8 +30,8 @@ def completion_logprobs(
     texts = [token_text(tokenizer, token_id) for token_id, _ in tokens]
     return {
         "tokens": texts,
-        "token_logprobs": [known and _finite(known.logprob) for _, known in tokens],
-        "top_logprobs": (known and _top_dict(known, num_top, tokenizer) for _, known in tokens),
+        "token_logprobs": [scored and _finite(scored.logprob) for _, scored in tokens],
+        "top_logprobs": (scored and _top_dict(scored, num_top, tokenizer) for _, scored in tokens),
         "text_offset": [offsets.next(tokenizer.token_bytes(token_id)) for token_id, _ in tokens],
     }
 
@@ -40,7 +40,7 @@ def chat_logprobs(
     logprobs: Sequence[TokenLogprobs], num_top: int, tokenizer: Tokenizer
 ) -> dict[str, Any]:
     """The form of `/v1/chat/completions`, whose tokens are made as they are written."""
-    return {"content": (_chat_token(one, num_top, tokenizer) for one in logprobs)}
+    return {"content": (_chat_token(scored, num_top, tokenizer) for scored in logprobs)}
 
 
 def prompt_logprobs(
@@ -50,7 +50,7 @@ def prompt_logprobs(
 
     The maps of a long prompt take so much memory that they are made as they are written.
     """
-    return (known and _prompt_token(known, num_top, tokenizer) for known in logprobs)
+    return (scored and _prompt_token(scored, num_top, tokenizer) for scored in logprobs)
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
@@ -66,22 +66,22 @@ def _finite(logprob: float) -> float:
     return max(logprob, _LOWEST)
 
 
-def _top(known: TokenLogprobs, num_top: int) -> Iterator[tuple[int, float, int]]:
+def _top(scored: TokenLogprobs, num_top: int) -> Iterator[tuple[int, float, int]]:
     """Token id, log probability and rank of the likeliest tokens."""
-    pairs = zip(known.top_token_ids[:num_top], known.top_logprobs[:num_top], strict=True)
+    pairs = zip(scored.top_token_ids[:num_top], scored.top_logprobs[:num_top], strict=True)
     for rank, (token_id, logprob) in enumerate(pairs, 1):
         yield token_id, _finite(logprob), rank
 
 
-def _top_dict(known: TokenLogprobs, num_top: int, tokenizer: Tokenizer) -> dict[str, float]:
-    chosen = {token_text(tokenizer, known.token_id): _finite(known.logprob)}
-    top = {token_text(tokenizer, i): logprob for i, logprob, _ in _top(known, num_top)}
+def _top_dict(scored: TokenLogprobs, num_top: int, tokenizer: Tokenizer) -> dict[str, float]:
+    chosen = {token_text(tokenizer, scored.token_id): _finite(scored.logprob)}
+    top = {token_text(tokenizer, i): logprob for i, logprob, _ in _top(scored, num_top)}
     return chosen | top
 
 
-def _chat_token(known: TokenLogprobs, num_top: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    top = [_chat_entry(i, logprob, tokenizer) for i, logprob, _ in _top(known, num_top)]
-    return {**_chat_entry(known.token_id, known.logprob, tokenizer), "top_logprobs": top}
+def _chat_token(scored: TokenLogprobs, num_top: int, tokenizer: Tokenizer) -> dict[str, Any]:
+    top = [_chat_entry(i, logprob, tokenizer) for i, logprob, _ in _top(scored, num_top)]
+    return {**_chat_entry(scored.token_id, scored.logprob, tokenizer), "top_logprobs": top}
 
 
 def _chat_entry(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -92,8 +92,8 @@ def _chat_entry(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str
     }
 
 
-def _prompt_token(known: TokenLogprobs, num_top: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    entries = [(known.token_id, _finite(known.logprob), known.rank), *_top(known, num_top)]
+def _prompt_token(scored: TokenLogprobs, num_top: int, tokenizer: Tokenizer) -> dict[str, Any]:
+    entries = [(scored.token_id, _finite(scored.logprob), scored.rank), *_top(scored, num_top)]
     return {
         str(token_id): {
             "logprob": logprob,

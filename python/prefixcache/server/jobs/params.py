@@ -14,7 +14,8 @@ from prefixcache.types.sampling_params import SamplingParams
 
 # Fields of a body that are sampling options as they are.
 _PASSED_ON = (
-    SamplingFields.model_fields.keys() & {one.name for one in dataclasses.fields(SamplingParams)}
+    SamplingFields.model_fields.keys()
+    & {field.name for field in dataclasses.fields(SamplingParams)}
 ) - {"max_tokens", "stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words"}
 
 
@@ -80,9 +81,9 @@ def choice_params(params: SamplingParams, max_tokens: int | None) -> tuple[Sampl
 
 def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
     try:
-        found = {int(token_id): value for token_id, value in bias.items()}
+        biases = {int(token_id): value for token_id, value in bias.items()}
     except ValueError:
-        found = {}
-    if [*map(str, found)] != [*bias]:  # int also takes "+1", " 1", "1_0" and digits of all scripts
+        biases = {}
+    if [*map(str, biases)] != [*bias]:  # int also takes "+1", " 1", "1_0" and digits of all scripts
         raise wrong("logit_bias", "must map token ids to numbers")
-    return found
+    return biases

@@ -159,10 +159,10 @@ class SamplingFields(RequestFields, GuidedFields):
 
         Raises `InvalidRequestError` for a field that is incomplete, and for more than one.
         """
-        found = [] if self.response_format is None else self.response_format.found()
+        wanted = [] if self.response_format is None else self.response_format.found()
         if self.structured_outputs is not None:
-            found += self.structured_outputs.found()
-        return only_one([*found, *self.guided()])
+            wanted += self.structured_outputs.found()
+        return only_one([*wanted, *self.guided()])
 
     def check_other_fields(self) -> None:
         """As for all requests, and what answers must look like."""

@@ -86,12 +86,12 @@ def _found(prefix: str, schema: object, asked: StructuredOutputsFields) -> list[
         ("choice", asked.choice),
         ("grammar", asked.grammar),
     ]
-    found = [
+    wanted = [
         stated_output(prefix + kind, kind, value) for kind, value in stated if value is not None
     ]
     if asked.json_object:
-        found.append((f"{prefix}json_object", StructuredOutput("json_object")))
-    return found
+        wanted.append((f"{prefix}json_object", StructuredOutput("json_object")))
+    return wanted
 
 
 def stated_output(field: str, kind: Kind, value: object) -> Named:
@@ -117,11 +117,11 @@ def _json(value: object) -> str:
     return "".join(pieces)
 
 
-def only_one(found: list[Named]) -> Named | None:
+def only_one(wanted: list[Named]) -> Named | None:
     """The one that is asked for, if any. Raises `InvalidRequestError` where there are more."""
-    if len(found) > 1:
-        fields = " and ".join(field for field, _ in found)
+    if len(wanted) > 1:
+        fields = " and ".join(field for field, _ in wanted)
         raise InvalidRequestError(
-            f"{fields} cannot be combined: an answer follows one of them.", param=found[1][0]
+            f"{fields} cannot be combined: an answer follows one of them.", param=wanted[1][0]
         )
-    return found[0] if found else None
+    return wanted[0] if wanted else None

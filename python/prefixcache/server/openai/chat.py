@@ -102,7 +102,7 @@ def _planned(
     messages, tool_use = fields.plain_messages(), fields.tool_use()
     messages = served.header_lines.stripped_messages(messages)
     if changed is not None:
-        messages, specs = changed_behind(changed, messages, [one.spec for one in tool_use.tools])
+        messages, specs = changed_behind(changed, messages, [tool.spec for tool in tool_use.tools])
         tools = tuple(shown_tool(index, spec) for index, spec in enumerate(specs))
         tool_use = dataclasses.replace(tool_use, tools=tools)
     continued = bool(fields.continue_final_message)

@@ -77,7 +77,7 @@ async def completion_job(
     controls = openai_controls((), fields.prompt_cache_options, fields.prompt_cache_retention)
     caching = prompt_caching(controls, ())
     encoded = await encode_prompts(maker, prompts, fields.add_special_tokens is not False, kept)
-    sources = [PromptSource(one) if isinstance(one, str) else None for one in prompts]
+    sources = [PromptSource(prompt) if isinstance(prompt, str) else None for prompt in prompts]
     made = EncodedPrompts(encoded, caching, sources=sources)
     return await maker.job(fields, made, params, model=model, call=call)
 
@@ -89,7 +89,9 @@ async def _stripped(maker: JobMaker, prompts: Sequence[str | TokenIds]) -> Seque
         return prompts
     return await maker.workers.run(
         sum(map(len, prompts)),
-        lambda: [lines.stripped(one) if isinstance(one, str) else one for one in prompts],
+        lambda: [
+            lines.stripped(prompt) if isinstance(prompt, str) else prompt for prompt in prompts
+        ],
     )
 
 
@@ -192,7 +194,7 @@ class CompletionForm(ChunkForm):
         token_ids: Sequence[int],
     ) -> dict[str, Any]:
         """A choice with new text and log probabilities, behind the prompt's if that is echoed."""
-        tokens: list[ScoredToken] = [(known.token_id, known) for known in logprobs]
+        tokens: list[ScoredToken] = [(scored.token_id, scored) for scored in logprobs]
         index = choice.index // job.params.n
         if self._echo and not choice.started:
             text = self._echoed(job, index) + text

@@ -65,10 +65,10 @@ class ResponseStore:
     def delete(self, key: str | None, name: str) -> bool:
         """Forgets the response; False where there is none."""
         with self._lock:
-            known = name in self._of_key.get(key, ())
-            if known:
+            is_kept = name in self._of_key.get(key, ())
+            if is_kept:
                 self._drop(key, name)
-            return known
+            return is_kept
 
     def _drop(self, key: str | None, name: str) -> None:
         self._sizes[key] -= self._of_key[key].pop(name).size

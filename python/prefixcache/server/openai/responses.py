@@ -373,10 +373,10 @@ def response_before(
     name = fields.previous_response_id
     if name is None:
         return fields, _NOTHING
-    found = _found(store, call.caller, name, "previous_response_id")
+    stored = _found(store, call.caller, name, "previous_response_id")
     if call.body is not None:
-        call.body.add_read(sum(map(len, found.messages)))
-    return fields.going_on_from(from_json(found.choices)), found
+        call.body.add_read(sum(map(len, stored.messages)))
+    return fields.going_on_from(from_json(stored.choices)), stored
 
 
 def _written_settings(fields: ResponsesRequest, job: Job) -> dict[str, Any]:
@@ -423,8 +423,8 @@ def _stored(store: ResponseStore, request: Request, name: str) -> StoredResponse
 
 def _found(store: ResponseStore, caller: Caller, name: str, param: str) -> StoredResponse:
     """The caller's response of this name. Raises `ApiError` (404) where it is not kept."""
-    found = store.get(caller.namespace, name)
-    if found is None:
+    stored = store.get(caller.namespace, name)
+    if stored is None:
         raise ApiError(
             HTTPStatus.NOT_FOUND,
             f"There is no stored response {name[:80]!r}. The last ones of each key are kept, but "
@@ -432,7 +432,7 @@ def _found(store: ResponseStore, caller: Caller, name: str, param: str) -> Store
             param=param,
             code="response_not_found",
         )
-    return found
+    return stored
 
 
 def _page_of_items(items: bytes, response_id: str, query: Mapping[str, str]) -> bytes:

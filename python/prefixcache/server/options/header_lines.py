@@ -38,7 +38,9 @@ class HeaderLines:
         """The messages of a chat, without such lines in what the system and developers say."""
         if not self.patterns:
             return messages
-        return [self._message(one) if one["role"] in _ROLES else one for one in messages]
+        return [
+            self._message(message) if message["role"] in _ROLES else message for message in messages
+        ]
 
     def _message(self, message: dict[str, Any]) -> dict[str, Any]:
         content = message["content"]
@@ -60,10 +62,12 @@ class HeaderLines:
 
 def _compiled(pattern: str) -> SchemaValidator:
     try:
-        found = SchemaValidator(core_schema.str_schema(pattern=pattern, regex_engine="rust-regex"))
+        validator = SchemaValidator(
+            core_schema.str_schema(pattern=pattern, regex_engine="rust-regex")
+        )
     except SchemaError as error:
         reason = " ".join(str(error).split("SchemaError:", 1)[-1].split())
         raise FieldError(_FIELD, f"is not a pattern: {reason}") from None
-    if found.isinstance_python(""):
+    if validator.isinstance_python(""):
         raise FieldError(_FIELD, f"must not match an empty line, as {pattern!r} does.")
-    return found
+    return validator

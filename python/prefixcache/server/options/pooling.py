@@ -19,8 +19,8 @@ def chosen_pooling(mode: PoolingMode, folder: Path, tokenizer: Tokenizer) -> str
     Raises `FieldError` where `mode` asks for ranks of a model that cannot give any.
     """
     if mode == "auto":
-        found = read_pooling(folder)
-        return "last" if found == "lasttoken" else found
+        pooling = read_pooling(folder)
+        return "last" if pooling == "lasttoken" else pooling
     if mode == "rank" and rank_tokens(tokenizer) is None:
         raise FieldError("pooling", "rank needs a model whose tokenizer has yes and no as tokens.")
     return None if mode == "none" else mode

@@ -334,8 +334,8 @@ def _check_reach(config: KVEventsConfig) -> None:
 
 
 def _is_origin(text: str) -> bool:
-    found = _ORIGIN.fullmatch(text)
-    if found is None:
+    match = _ORIGIN.fullmatch(text)
+    if match is None:
         return False
-    port = int(found["port"] or 0)
-    return port <= _LAST_PORT and port != _DEFAULT_PORTS.get(found["scheme"], -1)
+    port = int(match["port"] or 0)
+    return port <= _LAST_PORT and port != _DEFAULT_PORTS.get(match["scheme"], -1)

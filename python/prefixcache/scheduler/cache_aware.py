@@ -15,17 +15,17 @@ before and was preempted goes ahead of it, since it had its start already.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
-from prefixcache.scheduler.queue import Line, WaitingQueue
+from prefixcache.scheduler.queue import Line
 from prefixcache.scheduler.state import Order, RequestState
 
 WINDOW = 64
 """Requests whose hits are counted for one start: about 0.1 ms."""
 
 
-class CacheAwareQueue(WaitingQueue):
-    """Waiting requests, long hits first.
+class LongestHits:
+    """The ranking in which long hits go first.
 
     `count_hits` returns how many tokens of a request hit now, `prefix_name` a key of its first `n`
     tokens, `clock` seconds.
@@ -33,14 +33,12 @@ class CacheAwareQueue(WaitingQueue):
 
     def __init__(
         self,
-        is_held: Callable[[str | None], bool] | None,
         *,
         count_hits: Callable[[RequestState], int],
         prefix_name: Callable[[RequestState, int], bytes | None],
         max_delay: float,
         clock: Callable[[], float],
     ) -> None:
-        super().__init__(is_held)
         self._count_hits = count_hits
         self._prefix_name = prefix_name
         self._max_delay = max_delay
@@ -48,47 +46,38 @@ class CacheAwareQueue(WaitingQueue):
         self._ranked: list[tuple[int, RequestState]] = []  # with their hits, the next one last
         self._last_prefix: bytes | None = None
 
-    def push(self, state: RequestState) -> None:
-        """Lets the request wait, from its first time on."""
+    def push(self, state: RequestState) -> Order:
+        """Lets the request wait, from its first time on; returns where it stands in its line.
+
+        Whoever waited for blocks and never ran has a round, but goes back among the others.
+        """
         if state.waits_since is None:
             state.waits_since = self._clock()
         self._ranked.clear()
-        super().push(state)
-
-    def head(self) -> RequestState | None:
-        """The request to start next, or None."""
-        if not self._ranked:
-            self._ranked = self._rank(list(self._candidates()))
-        return self._ranked[-1][1] if self._ranked else None
-
-    def take(self, state: RequestState) -> None:
-        """Takes out what `head` returned; its prefix goes on."""
-        hits, _ = self._ranked.pop()
-        if hits:
-            self._last_prefix = self._prefix_name(state, hits)
-        super().take(state)
-
-    def remove(self, request_id: str) -> bool:
-        """Takes one request out, wherever it stands; tells whether it was waiting."""
-        waited = super().remove(request_id)
-        if waited:
-            self._ranked.clear()
-        return waited
-
-    def forget_hits(self) -> None:
-        """Lets hits be counted again for the next start."""
-        self._ranked.clear()
-
-    def _place(self, state: RequestState) -> Order:
-        """Whoever waited for blocks and never ran has a round, but goes back among the others."""
         if _has_run(state):
             return state.order
         priority, _, turn, arrival, serial = state.order
         return (priority, sys.maxsize, turn, arrival, serial)
 
-    def _candidates(self) -> Iterator[RequestState]:
+    def head(self, lines: Sequence[Line]) -> RequestState | None:
+        """The request to start next, or None."""
+        if not self._ranked:
+            self._ranked = self._rank(list(self._candidates(lines)))
+        return self._ranked[-1][1] if self._ranked else None
+
+    def take(self, state: RequestState) -> None:
+        """What `head` returned starts; its prefix goes on."""
+        hits, _ = self._ranked.pop()
+        if hits:
+            self._last_prefix = self._prefix_name(state, hits)
+
+    def forget(self) -> None:
+        """Lets hits be counted again for the next start."""
+        self._ranked.clear()
+
+    def _candidates(self, lines: Sequence[Line]) -> Iterator[RequestState]:
         """Those who may start next, in the order without hits, up to one that nobody passes."""
-        lines = sorted(self._open_lines(), key=Line.order)
+        lines = sorted(lines, key=Line.order)
         lines = [line for line in lines if line.order()[:2] == lines[0].order()[:2]]
         overdue = self._clock() - self._max_delay
         for line in lines[:WINDOW]:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import bisect
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
+from typing import Protocol
 
 from prefixcache.scheduler.state import Order, RequestState
 
@@ -39,14 +40,57 @@ class Line:
         return (priority, min(began, self.round), arrival, serial)
 
 
+class Ranking(Protocol):
+    """Which of the requests that may start in a round does."""
+
+    def push(self, state: RequestState) -> Order:
+        """The request waits from now on; where it stands in its line."""
+        ...
+
+    def head(self, lines: Sequence[Line]) -> RequestState | None:
+        """The request to start next, of lines that may start one."""
+        ...
+
+    def take(self, state: RequestState) -> None:
+        """What `head` returned starts."""
+
+    def forget(self) -> None:
+        """Who waits or what hits is another now."""
+
+
+class ByArrival:
+    """The ranking where nothing but the order counts."""
+
+    def push(self, state: RequestState) -> Order:
+        """As `Ranking.push`."""
+        return state.order
+
+    def head(self, lines: Sequence[Line]) -> RequestState | None:
+        """As `Ranking.head`."""
+        first = min(lines, key=Line.order, default=None)
+        return None if first is None else first.entries[0][1]
+
+    def take(self, state: RequestState) -> None: ...  # noqa: D102
+
+    def forget(self) -> None: ...  # noqa: D102
+
+
+_BY_ARRIVAL = ByArrival()
+
+
 class WaitingQueue:
     """Waiting requests. A preempted one comes back to its old place.
 
     Requests of clients that `is_held` names stay where they are until it does so no more.
     """
 
-    def __init__(self, is_held: Callable[[str | None], bool] | None = None) -> None:
+    def __init__(
+        self,
+        is_held: Callable[[str | None], bool] | None = None,
+        ranking: Ranking = _BY_ARRIVAL,
+    ) -> None:
         self._is_held = is_held
+        self._ranking = ranking
         self._lines: dict[_Key, Line] = {}
         self._places: dict[str, tuple[_Key, Order]] = {}
         self._num_lines: Counter[int] = Counter()  # of each priority
@@ -65,7 +109,7 @@ class WaitingQueue:
     def push(self, state: RequestState) -> None:
         """Lets the request wait."""
         priority = state.request.priority
-        key, place = (priority, state.request.client), self._place(state)
+        key, place = (priority, state.request.client), self._ranking.push(state)
         if key not in self._lines:
             self._lines[key] = Line(1 + self._rounds[priority])
             self._num_lines[priority] += 1
@@ -74,11 +118,11 @@ class WaitingQueue:
 
     def head(self) -> RequestState | None:
         """The request to start next, or None."""
-        first = min(self._open_lines(), key=Line.order, default=None)
-        return None if first is None else first.entries[0][1]
+        return self._ranking.head(self._open_lines())
 
     def take(self, state: RequestState) -> None:
         """Takes out what `head` returned; its round has come."""
+        self._ranking.take(state)
         priority, client = state.request.priority, state.request.client
         if state.round == sys.maxsize:
             line = self._lines[priority, client]
@@ -93,19 +137,17 @@ class WaitingQueue:
         waited = request_id in self._places
         if waited:
             self._remove(request_id)
+            self._ranking.forget()
         return waited
 
     def forget_hits(self) -> None:
         """Called when a step begins and when a request has started: hits may be others now."""
+        self._ranking.forget()
 
     def forget_rounds(self) -> None:
         """Counts rounds from the beginning; nothing may wait, and nothing that has started live."""
         self._rounds.clear()
         self._num_lines.clear()
-
-    def _place(self, state: RequestState) -> Order:
-        """Where the request stands in its line."""
-        return state.order
 
     def _open_lines(self) -> list[Line]:
         """The lines that may start requests."""

@@ -28,7 +28,7 @@ from prefixcache.config.engine_config import SchedulerConfig
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.scheduler.admission import Admission, AdmissionResult, PrefixHits
 from prefixcache.scheduler.budget import Chunk, StepBudget, running_chunks
-from prefixcache.scheduler.cache_aware import CacheAwareQueue
+from prefixcache.scheduler.cache_aware import LongestHits
 from prefixcache.scheduler.drafts import Drafter
 from prefixcache.scheduler.in_flight import InFlight
 from prefixcache.scheduler.jobs import Jobs
@@ -421,13 +421,13 @@ def _make_queue(
     is_held = None if config.max_running_per_key is None else jobs.has_most_running
     if config.scheduling_policy != "cache-aware" or not hits.enabled:
         return WaitingQueue(is_held)
-    return CacheAwareQueue(
-        is_held,
+    ranking = LongestHits(
         count_hits=hits.count,
         prefix_name=hits.prefix_name,
         max_delay=config.max_queue_delay,
         clock=clock,
     )
+    return WaitingQueue(is_held, ranking)
 
 
 def _ending(state: RequestState, result: AdmissionResult, limits: Limits) -> Ending:

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixcache.scheduler import cache_aware
-from prefixcache.scheduler.cache_aware import CacheAwareQueue
+from prefixcache.scheduler.cache_aware import LongestHits
+from prefixcache.scheduler.queue import WaitingQueue
 from prefixcache.scheduler.state import RequestState
 from prefixcache.types.request import CacheOptions, Request
 from prefixcache.types.sampling_params import SamplingParams
@@ -46,13 +47,13 @@ class Both:
     serial: int = 0
 
     def __post_init__(self) -> None:
-        self.queue = CacheAwareQueue(
-            None,
+        ranking = LongestHits(
             count_hits=self.hits,
             prefix_name=lambda state, hits: repr((self.stem(state), hits)).encode(),
             max_delay=MAX_DELAY,
             clock=lambda: self.now,
         )
+        self.queue = WaitingQueue(ranking=ranking)
 
     def stem(self, state: RequestState) -> int:
         return int(state.request.prompt_token_ids[0])

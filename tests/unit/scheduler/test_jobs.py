@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixcache.scheduler.cache_aware import CacheAwareQueue
+from prefixcache.scheduler.cache_aware import LongestHits
 from prefixcache.scheduler.jobs import Jobs
 from prefixcache.scheduler.queue import WaitingQueue
 from prefixcache.scheduler.state import RequestState
@@ -190,13 +190,13 @@ MakeQueue = Callable[[Callable[[str | None], bool] | None], WaitingQueue]
 
 def hits_first(is_held: Callable[[str | None], bool] | None) -> WaitingQueue:
     """Where clients a and c send nothing but hits."""
-    return CacheAwareQueue(
-        is_held,
+    ranking = LongestHits(
         count_hits=lambda state: 100 if state.request.client in ("a", "c", "held") else 0,
         prefix_name=lambda state, hits: b"",
         max_delay=1e9,
         clock=lambda: 0.0,
     )
+    return WaitingQueue(is_held, ranking)
 
 
 class Clients:

@@ -327,7 +327,7 @@ class LLM:
         params: SamplingParams | None,
         priority: int,
         cache: CacheOptions,
-    ) -> _Job:
+    ) -> _Generation:
         text, token_ids = self._encode(prompt)
         cache = _salted(cache, prompt)
         params = self.get_default_sampling_params() if params is None else params
@@ -352,7 +352,7 @@ class LLM:
             CompletionOutput(choice, logprobs=None if params.logprobs is None else [])
             for choice in range(params.n)
         ]
-        return _Job(checked, GenerationResult(number, text, token_ids.tolist(), outputs))
+        return _Generation(checked, GenerationResult(number, text, token_ids.tolist(), outputs))
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, TokenIds]:
         if isinstance(prompt, Mapping):
@@ -365,7 +365,7 @@ class LLM:
             return prompt, self._tokenizer.encode(prompt)
         return None, as_token_ids(prompt)
 
-    def _run(self, jobs: Sequence[_Job], *, show_progress: bool) -> None:
+    def _run(self, jobs: Sequence[_Generation], *, show_progress: bool) -> None:
         """Steps until all jobs are done; no request is left in the engine, even after an error."""
         places = {
             checked.request.request_id: (job.result, job.result.outputs[choice])
@@ -440,7 +440,7 @@ class LLM:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _Generation:
     requests: list[CheckedRequest]
     result: GenerationResult
 

@@ -18,7 +18,7 @@ from prefixcache.kv.cache_manager import CacheManager, GroupKind
 from prefixcache.kv.retention import Retention
 from prefixcache.scheduler.drafts import Drafter
 from prefixcache.scheduler.scheduler import Scheduler
-from prefixcache.scheduler.step_time import Load
+from prefixcache.scheduler.step_time import StepLoad
 from prefixcache.types.request import Request
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.step_plan import StepPlan
@@ -49,7 +49,7 @@ class RandomChunks:
     def observe(self, plan: StepPlan, seconds: float) -> None: ...
 
     def most_tokens(
-        self, load: Load, start: int, wanted: int, seconds: float, *, stays_near: bool
+        self, load: StepLoad, start: int, wanted: int, seconds: float, *, stays_near: bool
     ) -> int:
         return self._random.randint(0, wanted)
 

@@ -17,7 +17,7 @@ from prefixcache.events.wire import (
     BlockStored,
     Event,
     EventBatch,
-    Group,
+    KVGroup,
     SnapshotEnd,
     SnapshotHeader,
     decode_sequence,
@@ -104,7 +104,7 @@ class FakePublisher:
         with self.lock:
             self.num_snapshots += 1
             header = SnapshotHeader(
-                SNAPSHOT_VERSION, self._next - 1, "00", "tiny", 1, [Group("full_attention")]
+                SNAPSHOT_VERSION, self._next - 1, "00", "tiny", 1, [KVGroup("full_attention")]
             )
             parts = [header, *map(stored, self.held.hashes), SnapshotEnd(len(self.held.hashes))]
         return [encode(part) for part in parts]

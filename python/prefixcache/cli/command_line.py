@@ -22,7 +22,7 @@ from click.core import ParameterSource
 
 from prefixcache.cli.vllm_options import VllmOption, plain_options
 from prefixcache.config.checked import adapters, check, shown
-from prefixcache.config.flags import Group, build, closest, leaves
+from prefixcache.config.flags import HelpGroup, build, closest, leaves
 from prefixcache.exceptions import (
     FieldError,
     InvalidRequestError,
@@ -33,7 +33,7 @@ from prefixcache.exceptions import (
 
 T = TypeVar("T")
 # Where a user said a value, and the value.
-Place = tuple[str, Any]
+PlacedValue = tuple[str, Any]
 
 _VARIABLES = "PREFIXCACHE_"
 _SOURCES = (
@@ -255,7 +255,7 @@ class FlagCommand(click.Command):
 
     def _groups(self) -> list[str]:
         there = {option.group for option in self._flags.values()}
-        return [name for name in get_args(Group) if name in there]
+        return [name for name in get_args(HelpGroup) if name in there]
 
     def _is_shown(self, option: click.Option, asked: str) -> bool:
         if not isinstance(option, FlagOption) or not self._is_long or asked == "all":
@@ -273,7 +273,7 @@ class FlagCommand(click.Command):
                 continue
             if (record := option.get_help_record(ctx)) is not None:
                 groups[getattr(option, "group", "Options")].append(record)
-        for name in (*get_args(Group), "Options"):
+        for name in (*get_args(HelpGroup), "Options"):
             if name in groups:
                 with formatter.section(name):
                     formatter.write_dl(groups[name])
@@ -347,7 +347,7 @@ class FlagOption(click.Option):
             metavar=declared["metavar"] or _metavar(value_type),
             help=declared["help"] + (f"  [default: {default}]" if default else ""),
         )
-        self.group: Group = declared["group"]
+        self.group: HelpGroup = declared["group"]
         self.greedy: bool = declared["greedy"]
         self.is_common: bool = declared["common"]
         self._other_variable: str = declared["variable"]
@@ -355,7 +355,7 @@ class FlagOption(click.Option):
         self._kind = kind
         self._is_secret = not field.repr
 
-    def said(self, ctx: click.Context, file: Mapping[str, Place]) -> Place | None:
+    def said(self, ctx: click.Context, file: Mapping[str, PlacedValue]) -> PlacedValue | None:
         """Where a value is said, and the value; None where none is. Raises `FieldError`."""
         positional = ctx.params.get(f"{self.name}_argument")
         if positional is not None:
@@ -402,7 +402,7 @@ def _items(place: str, value: Any) -> list[Any]:
         raise FieldError(place, f"is not a JSON list, got {shown(value)}.") from None
 
 
-def _read_file(path: Path, flags: Mapping[str, FlagOption]) -> dict[str, Place]:
+def _read_file(path: Path, flags: Mapping[str, FlagOption]) -> dict[str, PlacedValue]:
     """What the file says, by the names of flags. Raises `FieldError`.
 
     Keys are names or aliases of flags, with dashes or without. An error about the file shows
@@ -421,7 +421,7 @@ def _read_file(path: Path, flags: Mapping[str, FlagOption]) -> dict[str, Place]:
     if not isinstance(content, dict | None):
         raise FieldError("--config", f"takes flags and their values; {path} holds none.")
     names = {_plain(name): option.name for option in flags.values() for name in option.opts}
-    values = dict[str, Place]()
+    values = dict[str, PlacedValue]()
     for key, value in (content or {}).items():
         name = _plain(key)
         if name not in names:

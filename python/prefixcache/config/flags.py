@@ -17,7 +17,7 @@ from prefixcache.exceptions import ConfigError, collect
 T = TypeVar("T")
 
 # The groups of `--help`, in their order.
-Group = Literal[
+HelpGroup = Literal[
     "Answer",
     "Conversion",
     "Benchmark",
@@ -36,7 +36,7 @@ Group = Literal[
 def flag(
     default: Any,
     help: str,  # noqa: A002
-    group: Group,
+    group: HelpGroup,
     *,
     aliases: tuple[str, ...] = (),
     shown: str = "",

@@ -16,7 +16,7 @@ from prefixcache.events.wire import (
     BlockRemoved,
     BlockStored,
     Event,
-    Group,
+    KVGroup,
     SnapshotEnd,
     SnapshotHeader,
     encode,
@@ -52,11 +52,11 @@ class WireForm:
         return stored
 
 
-def _group(kind: GroupKind) -> Group:
+def _group(kind: GroupKind) -> KVGroup:
     if isinstance(kind, str):
         # vLLM's word for a state.
-        return Group({"full": "full_attention", "state": "mamba"}[kind])
-    return Group(*kind)
+        return KVGroup({"full": "full_attention", "state": "mamba"}[kind])
+    return KVGroup(*kind)
 
 
 def _runs(on_disk: Iterable[tuple[int, npt.NDArray[np.uint64]]]) -> Iterator[CoreEvent]:

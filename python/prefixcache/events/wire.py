@@ -76,7 +76,7 @@ class EventBatch(msgspec.Struct, array_like=True, gc=False):
     data_parallel_rank: int | None = None
 
 
-class Group(msgspec.Struct, omit_defaults=True, gc=False):
+class KVGroup(msgspec.Struct, omit_defaults=True, gc=False):
     """A KV cache group of the model, as its events name it."""
 
     kv_cache_spec_kind: str
@@ -95,7 +95,7 @@ class SnapshotHeader(msgspec.Struct, gc=False):
     root_hash: str
     model: str
     block_size: int
-    groups: list[Group]
+    groups: list[KVGroup]
 
 
 class SnapshotEnd(msgspec.Struct, tag=True, gc=False):

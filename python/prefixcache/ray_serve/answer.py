@@ -38,7 +38,7 @@ _TOO_SLOW = "The answer was read so slowly that its work was cancelled."
 _GONE = "The replicas that were to compute this answer ended. Send the request again."
 
 
-class Answer:
+class RoutedAnswer:
     """The outputs of one job, whichever replicas compute them.
 
     A replica that dies is followed by another one, and what had come of unfinished requests is

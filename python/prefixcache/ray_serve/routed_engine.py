@@ -8,7 +8,7 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from prefixcache.ray_serve.answer import Answer, Batch
+from prefixcache.ray_serve.answer import Batch, RoutedAnswer
 from prefixcache.ray_serve.replicas.commands import CommandClient
 from prefixcache.ray_serve.replicas.replica_set import ask_all
 from prefixcache.ray_serve.replicas.replica_state import Refused
@@ -53,7 +53,7 @@ class RoutedEngine:
         max_unread: int | None = None,
     ) -> AsyncGenerator[Batch, None]:
         """As `AsyncEngine.generate_batches`; returns when a replica has taken the requests."""
-        answer = Answer(
+        answer = RoutedAnswer(
             self._generate,
             requests,
             commands=self._commands,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from prefixcache.scheduler.state import RequestState
-from prefixcache.scheduler.step_time import Load, StepTimeModel
+from prefixcache.scheduler.step_time import StepLoad, StepTimeModel
 
 MIN_CHUNK = 8
 """Tokens of prompts in a step whose decodes alone take all its time: no prompt stands still."""
@@ -40,7 +40,7 @@ class StepBudget:
         self._tokens_left = max_tokens
         self._max_seconds = max_seconds
         self._times = times
-        self._load = Load()
+        self._load = StepLoad()
         self._has_decodes = False
         self._has_chunk = False
         self._is_out_of_time = False

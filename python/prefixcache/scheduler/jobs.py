@@ -19,14 +19,14 @@ GROUP_TURN = 32
 
 
 @dataclass(slots=True)
-class _Job:
+class _JobTurns:
     last_turn: int = 0
     num_requests: int = 0
     num_waiting: int = 0
 
 
 @dataclass(slots=True)
-class _Group:
+class _GroupTurn:
     turn: int = 0
     num_left: int = 0
     num_requests: int = 0
@@ -47,8 +47,8 @@ class Jobs:
 
     def clear(self) -> None:
         """Forgets all jobs."""
-        self._jobs: dict[str, _Job] = {}
-        self._groups: dict[tuple[object, ...], _Group] = {}
+        self._jobs: dict[str, _JobTurns] = {}
+        self._groups: dict[tuple[object, ...], _GroupTurn] = {}
         self._rounds: Counter[tuple[int, str | None]] = Counter()
         self.queue_length = 0
         self.waiting: Counter[str | None] = Counter()
@@ -59,13 +59,13 @@ class Jobs:
 
     def add(self, request: Request) -> int:
         """Lets the request wait; returns its turn, a number that grows with the rounds."""
-        job = self._jobs.setdefault(request.job, _Job())
+        job = self._jobs.setdefault(request.job, _JobTurns())
         job.num_requests += 1
         self._change_waiting(request, job, 1)
         group_name = _group_name(request)
         if group_name is None:
             return self._next_turn(request, job)
-        group = self._groups.setdefault(group_name, _Group())
+        group = self._groups.setdefault(group_name, _GroupTurn())
         group.num_requests += 1
         if not group.num_left:
             group.turn = max(group.turn + 1, self._next_turn(request, job))
@@ -77,7 +77,7 @@ class Jobs:
         """Whether as many requests of a client run as may."""
         return client is not None and self.running[client] >= self._max_running
 
-    def _next_turn(self, request: Request, job: _Job) -> int:
+    def _next_turn(self, request: Request, job: _JobTurns) -> int:
         job.last_turn = 1 + max(job.last_turn, self._rounds[_line(request)])
         return job.last_turn
 
@@ -110,14 +110,14 @@ class Jobs:
         if not self._jobs:
             self._rounds.clear()
 
-    def _change_waiting(self, request: Request, job: _Job, change: int) -> None:
+    def _change_waiting(self, request: Request, job: _JobTurns, change: int) -> None:
         before = self._places(job)
         job.num_waiting += change
         more = self._places(job) - before
         self.queue_length += more
         _change(self.waiting, request.client, more)
 
-    def _places(self, job: _Job) -> int:
+    def _places(self, job: _JobTurns) -> int:
         """How many a job counts for in the queue."""
         return -(-job.num_waiting // self._batch_size)
 

@@ -28,19 +28,19 @@ _DOUBT = 0.5
 """Variance of rows from which what was measured counts more than what is usual."""
 
 
-class Load(NamedTuple):
+class StepLoad(NamedTuple):
     """What a step computes: tokens, and pairs of a token and a position it attends to."""
 
     tokens: int = 0
     pairs: int = 0
 
-    def plus(self, start: int, count: int) -> Load:
+    def plus(self, start: int, count: int) -> StepLoad:
         """With `count` more tokens of one sequence, at positions from `start` on."""
         pairs = count * start + count * (count + 1) // 2
-        return Load(self.tokens + count, self.pairs + pairs)
+        return StepLoad(self.tokens + count, self.pairs + pairs)
 
 
-_Sample = tuple[Load, float]
+_Sample = tuple[StepLoad, float]
 """What a step computed, and the seconds that it took."""
 
 
@@ -60,7 +60,7 @@ class StepTimeModel:
         """Learns that the step took so long."""
         if plan.drafts and plan.num_decodes == len(plan.sequences):
             return
-        load = Load()
+        load = StepLoad()
         for sequence in plan.sequences:
             load = load.plus(sequence.start, sequence.num_tokens)
         is_decode = load.tokens == len(plan.sequences)
@@ -69,7 +69,7 @@ class StepTimeModel:
         self._fitted = None
 
     def most_tokens(
-        self, load: Load, start: int, wanted: int, seconds: float, *, stays_near: bool
+        self, load: StepLoad, start: int, wanted: int, seconds: float, *, stays_near: bool
     ) -> int:
         """How many of `wanted` tokens from `start` on may join a step of `load`.
 
@@ -92,7 +92,7 @@ class StepTimeModel:
         """How long `count` tokens from `start` on take in chunks; 0 until a chunk was measured."""
         if not self._prefills:
             return 0.0
-        fit, load = self._fit(), Load().plus(start, count)
+        fit, load = self._fit(), StepLoad().plus(start, count)
         num_steps = -(-count // chunk)
         return fit.per_step * num_steps + fit.per_token * load.tokens + fit.per_pair * load.pairs
 
@@ -143,14 +143,14 @@ class _Fit(NamedTuple):
     per_token: float
     per_pair: float
     spread: float
-    largest: Load
+    largest: StepLoad
 
     @classmethod
     def to(cls, decodes: Sequence[_Sample], prefills: Sequence[_Sample]) -> _Fit:
         """The fit to what was measured, each kind from the oldest to the youngest."""
         samples = [*decodes, *prefills]
         if not samples:
-            return cls(0.0, 0.0, 0.0, 0.0, Load())
+            return cls(0.0, 0.0, 0.0, 0.0, StepLoad())
         loads = np.array([(1.0, *load) for load, _ in samples])
         seconds = np.array([duration for _, duration in samples])
         # Errors count as shares of a step of that load, not of the time it happened to take: that
@@ -162,15 +162,15 @@ class _Fit(NamedTuple):
         return cls(
             *costs.tolist(),
             spread=_spread(loads[chunks] @ costs, seconds[chunks]),
-            largest=Load(*map(int, loads[:, 1:].max(axis=0))),
+            largest=StepLoad(*map(int, loads[:, 1:].max(axis=0))),
         )
 
-    def longest(self, load: Load) -> float:
+    def longest(self, load: StepLoad) -> float:
         """Seconds that few steps of this load exceed, as far as is known."""
         mean = self.per_step + self.per_token * load.tokens + self.per_pair * load.pairs
         return mean * (1 + self.spread)
 
-    def covers(self, load: Load) -> bool:
+    def covers(self, load: StepLoad) -> bool:
         """Whether the load is near one that was measured."""
         # The second chunk of a prompt has three times the pairs of the first one.
         return load.tokens <= 2 * self.largest.tokens and load.pairs <= 4 * self.largest.pairs

@@ -146,7 +146,7 @@ class CacheOptions:
             raise wrong("cache_hit_threshold_tiers", f"are no tiers: {shown(self.hit_tiers)}")
 
 
-class Group(NamedTuple):
+class PromptGroup(NamedTuple):
     """Requests with one prompt: a name that is theirs alone, and how many there are, if known."""
 
     name: tuple[str | None, ...]
@@ -202,12 +202,12 @@ class Request:
         return self.job_id or self.request_id
 
     @property
-    def group(self) -> Group | None:
+    def group(self) -> PromptGroup | None:
         """The requests that it shares a prompt with, where that is said."""
         if self.cache.group_id is not None:
             name = (self.client, self.cache.salt, self.cache.group_id)
-            return Group(name, self.cache.group_size)
-        return self.choices and Group(self.choices[:1], self.choices[1])
+            return PromptGroup(name, self.cache.group_size)
+        return self.choices and PromptGroup(self.choices[:1], self.choices[1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import pytest
 
 from prefixcache.config.model_config import GenerationDefaults
 from prefixcache.server.http.workers import Workers
-from prefixcache.server.jobs.answers import Choice
+from prefixcache.server.jobs.answers import AnswerChoice
 from support.serving import MODEL, events, served_folder
 from support.tiny_models import EOS
 
@@ -109,9 +109,9 @@ async def test_each_output_of_a_stream_costs_the_same_however_many_choices_there
 ):
     """Their tokens are not counted again for it, and no thread is asked."""
     looks, pieces = [], []
-    num_tokens, run = Choice.num_tokens, Workers.run
+    num_tokens, run = AnswerChoice.num_tokens, Workers.run
     monkeypatch.setattr(
-        Choice, "num_tokens", property(lambda one: looks.append(1) or num_tokens.fget(one))
+        AnswerChoice, "num_tokens", property(lambda one: looks.append(1) or num_tokens.fget(one))
     )
     monkeypatch.setattr(Workers, "run", lambda *given: pieces.append(1) or run(*given))
     options = {"continuous_usage_stats": True}

@@ -15,7 +15,7 @@ from fakes.fake_openai import MODEL, FakeOpenAI
 from prefixcache.cli.main import app
 from prefixcache.tools.openai_api import RefusedStreamError, StreamError, open_client
 from prefixcache.tools.verify.client import Asker
-from prefixcache.tools.verify.comparison import Answer, TokenScore, compare
+from prefixcache.tools.verify.comparison import ServerAnswer, TokenScore, compare
 from prefixcache.tools.verify.verify_options import VerifyOptions
 from prefixcache.tools.verify.verify_report import Report, to_json, verdict
 from prefixcache.tools.verify.verify_run import verify_with
@@ -161,19 +161,21 @@ async def test_a_wrong_key_is_reported(monkeypatch):
         await report_on(FakeOpenAI(key="right"), monkeypatch)
 
 
-SAID = Answer(text="ab", scores=(TokenScore("a", -1, (-1, -2)), TokenScore("b", -3, (-2, -3))))
+SAID = ServerAnswer(
+    text="ab", scores=(TokenScore("a", -1, (-1, -2)), TokenScore("b", -3, (-2, -3)))
+)
 
 
 @pytest.mark.parametrize(
     ("got", "expected"),
     [
         (SAID, ("nothing", 0)),
-        (Answer(text="ab", scores=(TokenScore("a", -1, (-1, -2)),)), ("answer", 1)),
-        (Answer(text="ab"), ("logprobs", 0)),
-        (Answer(text="ab", scores=SAID.scores, finish_reason="stop"), ("answer", 2)),
-        (Answer(text="ac", scores=(SAID.scores[0], TokenScore("c", -3))), ("answer", 1)),
+        (ServerAnswer(text="ab", scores=(TokenScore("a", -1, (-1, -2)),)), ("answer", 1)),
+        (ServerAnswer(text="ab"), ("logprobs", 0)),
+        (ServerAnswer(text="ab", scores=SAID.scores, finish_reason="stop"), ("answer", 2)),
+        (ServerAnswer(text="ac", scores=(SAID.scores[0], TokenScore("c", -3))), ("answer", 1)),
         (
-            Answer(text="ab", scores=(SAID.scores[0], TokenScore("b", -3, (-2, -3.5)))),
+            ServerAnswer(text="ab", scores=(SAID.scores[0], TokenScore("b", -3, (-2, -3.5)))),
             ("logprobs", 1),
         ),
     ],
@@ -185,7 +187,7 @@ def test_a_comparison_says_where(got, expected):
 
 
 def test_texts_alone_are_compared_by_characters():
-    found = compare(Answer(text="to be or"), Answer(text="to bet on"))
+    found = compare(ServerAnswer(text="to be or"), ServerAnswer(text="to bet on"))
     assert (found.change, found.position) == ("answer", 5)
     assert "' or'" in found.expected
 

@@ -11,7 +11,7 @@ STORED = wire.BlockStored(
     [2**64 - 1, 5], None, [1, 2, 3, 4], 2, None, wire.MEDIUM, None, 1, "sliding_window", 512
 )
 PARTS = [
-    wire.SnapshotHeader(1, 7, "ab", "m", 2, [wire.Group("full_attention")]),
+    wire.SnapshotHeader(1, 7, "ab", "m", 2, [wire.KVGroup("full_attention")]),
     STORED,
     wire.SnapshotEnd(2),
 ]

@@ -49,7 +49,7 @@ pytest.importorskip("ray")
 from ray.exceptions import RayActorError
 
 from prefixcache.ray_serve import known_caches
-from prefixcache.ray_serve.answer import Answer
+from prefixcache.ray_serve.answer import RoutedAnswer
 from prefixcache.ray_serve.app import create_ingress_app
 from prefixcache.ray_serve.job import Accepted, Chunk, Failed, Outputs, RoutedJob, Stale
 from prefixcache.ray_serve.known_caches import KnownCaches
@@ -146,13 +146,13 @@ def _client() -> CommandClient:
     return CommandClient(nobody, dataclasses.replace(STATE, number=0))
 
 
-def _answer(handle: Any, requests: Sequence[Request] | None = None, **options: Any) -> Answer:
+def _answer(handle: Any, requests: Sequence[Request] | None = None, **options: Any) -> RoutedAnswer:
     given = {"deadline": None, "max_unread": None, "block_size": 4, **options}
     given.setdefault("commands", _client())
-    return Answer(handle, requests or _requests(), **given)
+    return RoutedAnswer(handle, requests or _requests(), **given)
 
 
-async def _all(answer: Answer) -> list[tuple[int, RequestOutput]]:
+async def _all(answer: RoutedAnswer) -> list[tuple[int, RequestOutput]]:
     await answer.begin()
     async with aclosing(answer.batches()) as batches:
         return [one async for batch in batches for one in batch]
@@ -221,7 +221,7 @@ async def test_errors_end_the_job(
     assert handle.num_open == 0
 
 
-async def _read_late(answer: Answer) -> None:
+async def _read_late(answer: RoutedAnswer) -> None:
     await answer.begin()
     for _ in range(100):  # turns of the loop, in which others send
         await asyncio.sleep(0)

@@ -16,7 +16,7 @@ from prefixcache.config.engine_config import SchedulerConfig
 from prefixcache.engine.engine import Engine
 from prefixcache.exceptions import ConfigError
 from prefixcache.scheduler.budget import MIN_CHUNK, TIMES_LONGER_ALONE, StepBudget
-from prefixcache.scheduler.step_time import Load, StepTimeModel
+from prefixcache.scheduler.step_time import StepLoad, StepTimeModel
 from prefixcache.types.step_plan import ScheduledSequence, StepPlan
 from support.plans import plan_of
 
@@ -38,7 +38,7 @@ class Machine:
         return self.now
 
     def compute(self, plan: StepPlan) -> None:
-        load = Load()
+        load = StepLoad()
         for sequence in plan.sequences:
             load = load.plus(sequence.start, sequence.num_tokens)
         fixed, per_token, per_pair = self.costs
@@ -254,32 +254,32 @@ def learned(*steps: tuple[Sequence[tuple[int, int]], float]) -> StepTimeModel:
 
 
 def test_pairs_are_tokens_times_what_they_attend_to() -> None:
-    assert Load().plus(0, 3) == Load(3, 1 + 2 + 3)
-    assert Load(2, 5).plus(10, 2) == Load(4, 5 + 11 + 12)
+    assert StepLoad().plus(0, 3) == StepLoad(3, 1 + 2 + 3)
+    assert StepLoad(2, 5).plus(10, 2) == StepLoad(4, 5 + 11 + 12)
 
 
 def test_nothing_known_fits_nothing_nearby_and_anything_alone() -> None:
     model = StepTimeModel()
-    assert model.most_tokens(Load(), 0, 100, LIMIT, stays_near=True) == 0
-    assert model.most_tokens(Load(), 0, 100, LIMIT, stays_near=False) == 100
+    assert model.most_tokens(StepLoad(), 0, 100, LIMIT, stays_near=True) == 0
+    assert model.most_tokens(StepLoad(), 0, 100, LIMIT, stays_near=False) == 100
 
 
 def test_a_time_of_zero_is_no_division_by_zero() -> None:
     model = learned(([(0, 8)], 0.0), ([(0, 8)], 0.0))
-    assert model.most_tokens(Load(), 0, 100, LIMIT, stays_near=True) == 16
+    assert model.most_tokens(StepLoad(), 0, 100, LIMIT, stays_near=True) == 16
 
 
 def test_equal_steps_alone_do_not_tell_token_from_pair() -> None:
     """Some split of the time is taken, and none is negative."""
     model = learned(*[([(0, 100)], 1.0)] * 8)
-    most = model.most_tokens(Load(), 0, 400, 1.0, stays_near=False)
+    most = model.most_tokens(StepLoad(), 0, 400, 1.0, stays_near=False)
     assert 95 <= most <= 105
 
 
 def test_thousands_of_decodes_do_not_wash_out_what_prompts_taught() -> None:
     prefills = [([(start, 50)], 0.02 + 0.05 * 50 / 10) for start in range(0, 500, 50)]
     model = learned(*prefills, *[([(600, 1)], 0.02)] * 5000)
-    assert model.most_tokens(Load(), 0, 100, 0.27, stays_near=True) in range(45, 51)
+    assert model.most_tokens(StepLoad(), 0, 100, 0.27, stays_near=True) in range(45, 51)
 
 
 @pytest.mark.parametrize("value", [-1, math.nan, math.inf, True])

@@ -16,7 +16,7 @@ from prefixcache._core import parse_json
 from prefixcache.server.anthropic.message_events import MessageForm
 from prefixcache.server.http.access import Caller
 from prefixcache.server.http.json_text import json_text
-from prefixcache.server.jobs.answers import Choice, Choices, TokenCounts
+from prefixcache.server.jobs.answers import AnswerChoice, Choices, TokenCounts
 from prefixcache.server.jobs.context import Call
 from prefixcache.server.jobs.job_maker import Job
 from prefixcache.server.jobs.logprobs import TextOffsets
@@ -117,7 +117,7 @@ class Script:
 @pytest.mark.parametrize(("arguments", "reason"), [('{"a": 1}', "tool_calls"), ('{"a": "', "stop")])
 def test_a_call_that_a_stop_string_cuts_is_not_to_be_made(arguments: str, reason: str) -> None:
     call = MessageDelta(tool_calls=(ToolCallDelta(0, "c", "look", arguments),))
-    choice = Choice(0, 3, lambda: Script([call]))
+    choice = AnswerChoice(0, 3, lambda: Script([call]))
     choice.add(RequestOutput(request_id="r", ending=Ending("stop", "city")))
     assert choice.finish_reason == reason
     form = ResponseForm(mock.Mock(), {}, None, lambda _: None)
@@ -138,7 +138,7 @@ def test_a_call_that_a_stop_string_cuts_is_not_to_be_made(arguments: str, reason
 )
 def test_a_message_with_any_arguments_of_a_call_is_json(arguments: str, reported: Any) -> None:
     call = MessageDelta(tool_calls=(ToolCallDelta(0, "c", "look", arguments),))
-    choice = Choice(0, 3, lambda: Script([call]))
+    choice = AnswerChoice(0, 3, lambda: Script([call]))
     choice.add(RequestOutput(request_id="r", ending=Ending("stop")))
     (block,) = parse_json(
         json_text(MessageForm("req").body(_job("stop"), [choice])), max_numbers=99, max_others=99
@@ -158,9 +158,9 @@ def _job(reason: str) -> Job:
     )
 
 
-def _run(form: Any, deltas: list[MessageDelta], reason: str) -> tuple[list[Any], Choice, Job]:
+def _run(form: Any, deltas: list[MessageDelta], reason: str) -> tuple[list[Any], AnswerChoice, Job]:
     job, script = _job(reason), Script(deltas)
-    choice = Choice(0, 3, lambda: script)
+    choice = AnswerChoice(0, 3, lambda: script)
     events = copy.deepcopy([*form.begin(job)])
     for number, _ in enumerate(deltas, 1):
         end = reason if number == len(deltas) else None

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefixcache.server.jobs.answers import Choice
+from prefixcache.server.jobs.answers import AnswerChoice
 from prefixcache.text.chat.calls import formats
 from prefixcache.text.chat.message import Message, MessageParser
 from prefixcache.text.chat.text_stream import TextStream
@@ -286,7 +286,7 @@ def test_a_call_without_a_name_is_content_in_a_response_template_too(name: str) 
 
 
 def test_an_answer_that_restarts_is_read_again():
-    choice = Choice(0, 3, lambda: parser("qwen2"))
+    choice = AnswerChoice(0, 3, lambda: parser("qwen2"))
     choice.add(RequestOutput(request_id="a", text='<tool_call>{"name": "f", "argu', token_ids=(1,)))
     choice.add(RequestOutput(request_id="a", restarted=True))
     choice.add(RequestOutput(request_id="a", text="Hello.", token_ids=(2,), ending=Ending("stop")))

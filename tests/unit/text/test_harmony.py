@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixcache.exceptions import InvalidRequestError, ModelLoadError
-from prefixcache.server.jobs.answers import Choice
+from prefixcache.server.jobs.answers import AnswerChoice
 from prefixcache.text.chat.tools import read_tool_use
 from prefixcache.types.request import Ending, RequestOutput, TokenLogprobs
 from prefixcache.types.sampling_params import SamplingParams
@@ -147,7 +147,7 @@ def test_an_answer_ends_where_its_message_is_for_others():
 
 
 def test_log_probabilities_are_those_of_what_is_said():
-    choice, seen = Choice(0, 3, plan().new_parser), []
+    choice, seen = AnswerChoice(0, 3, plan().new_parser), []
     texts = ["<|channel|>", "analysis", "<|message|>", "hm", "<|end|>", "<|start|>", "assistant"]
     for token_id, text in enumerate([*texts, "<|channel|>", "final", "<|message|>", "yes", ""]):
         scored = TokenLogprobs(token_id, -1.0, 1)

@@ -80,7 +80,7 @@ class Stream:
 
 
 @dataclass(slots=True)
-class Place:
+class StreamPlace:
     """A request's place in its stream, and when it was sent, until its first output."""
 
     stream: Stream
@@ -157,7 +157,7 @@ class QueueBound:
         """The engine has the job, or nobody ever will."""
         self._on_their_way.pop(job, None)
 
-    def observe(self, place: Place) -> None:
+    def observe(self, place: StreamPlace) -> None:
         """Remembers how long the first output of a request took: others may wait as long."""
         if place.sent is not None:
             self._last_wait = time.monotonic() - place.sent
@@ -174,7 +174,7 @@ class OpenStreams:
         self._engine = engine
         self._queue = queue_bound
         self._inbox = inbox
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, StreamPlace] = {}
         self._error: EngineDeadError | None = None
         self._is_stopping = self._is_draining = False
 
@@ -200,7 +200,9 @@ class OpenStreams:
             self.abandon(stream)
             self._deliver([(stream, error)])
         else:
-            self._places[stream.requests[index].request_id] = Place(stream, index, stream.sent)
+            self._places[stream.requests[index].request_id] = StreamPlace(
+                stream, index, stream.sent
+            )
 
     def _raise_if_ending(self, *, is_new_job: bool) -> None:
         """Raises `EngineDeadError` unless draining lets a job go on that has begun."""

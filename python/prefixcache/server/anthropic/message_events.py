@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from pydantic_core import from_json, to_json
 
 from prefixcache.server.http.errors import anthropic_error
-from prefixcache.server.jobs.answers import Choice, comparison_fields, usage
+from prefixcache.server.jobs.answers import AnswerChoice, comparison_fields, usage
 from prefixcache.server.jobs.caching import written_by_ttl
 from prefixcache.server.jobs.diagnosis import anthropic_comparison
 from prefixcache.server.jobs.job_maker import Job
@@ -32,7 +32,7 @@ class MessageForm:
         self._open: tuple[str, int | None] | None = None  # the type, and a call's index
         self._begun = False
 
-    def body(self, job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
+    def body(self, job: Job, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
         """The whole answer."""
         choice = choices[0]
         return {
@@ -50,7 +50,7 @@ class MessageForm:
     def events(
         self,
         job: Job,
-        choices: Sequence[Choice],
+        choices: Sequence[AnswerChoice],
         index: int,
         output: RequestOutput,  # noqa: ARG002
     ) -> Iterator[Event]:
@@ -64,7 +64,7 @@ class MessageForm:
             yield {"type": "message_start", "message": message}
         yield from self._add(choice.delta)
 
-    def end(self, job: Job, choices: Sequence[Choice]) -> Iterator[Event]:
+    def end(self, job: Job, choices: Sequence[AnswerChoice]) -> Iterator[Event]:
         """Events of the last block's end, and of the message's."""
         choice = choices[0]
         yield from self._close()
@@ -119,7 +119,7 @@ def _compared(job: Job) -> dict[str, Any]:
     return comparison_fields(job, "diagnostics", anthropic_comparison)
 
 
-def _content(choice: Choice) -> Sequence[dict[str, Any]]:
+def _content(choice: AnswerChoice) -> Sequence[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
     for delta, _ in choice.message.parts():
         if delta.reasoning:
@@ -145,7 +145,7 @@ def _object(arguments: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _end(choice: Choice) -> dict[str, Any]:
+def _end(choice: AnswerChoice) -> dict[str, Any]:
     by, reason = choice.last.ending.stop_reason, choice.finish_reason or ""
     if reason == "stop":
         by_text = isinstance(by, str)
@@ -156,7 +156,7 @@ def _end(choice: Choice) -> dict[str, Any]:
     return {"stop_reason": _STOP_REASONS.get(reason, reason), "stop_sequence": None}
 
 
-def message_usage(job: Job, choice: Choice) -> dict[str, Any]:
+def message_usage(job: Job, choice: AnswerChoice) -> dict[str, Any]:
     """Anthropic's counts: `input_tokens` is what was neither read from the cache nor kept."""
     counts = usage(choice.counts)
     details = counts["prompt_tokens_details"]

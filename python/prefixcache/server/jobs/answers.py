@@ -58,7 +58,7 @@ _NO_TOKENS = TokenCounts(0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
 @dataclass(slots=True)
-class Choice:
+class AnswerChoice:
     """One answer as far as it has come, without log probabilities unless it `keeps_logprobs`.
 
     Where answers are messages, `message` is the whole of it and `delta` what the last output added.
@@ -159,13 +159,13 @@ class Choice:
         self.num_reasoning_tokens = 0
 
 
-class Choices(list[Choice]):
+class Choices(list[AnswerChoice]):
     """The answers of a job."""
 
     def __init__(self, job: Job, *, keeps_logprobs: bool = True) -> None:
         n, new_parser = job.params.n, job.new_parser
         super().__init__(
-            Choice(
+            AnswerChoice(
                 index,
                 len(request.prompt_token_ids),
                 new_parser,
@@ -336,7 +336,7 @@ def _add(job: Job, choices: Choices, index: int, output: RequestOutput) -> None:
     job.call.logprobs.add(_logprob_bytes(choice) - before)
 
 
-def _logprob_bytes(choice: Choice) -> int:
+def _logprob_bytes(choice: AnswerChoice) -> int:
     """About what its log probabilities take; those of a kind have equally many likeliest tokens.
 
     So does the JSON text of what was pooled.
@@ -400,7 +400,7 @@ def usage(counts: TokenCounts) -> dict[str, Any]:
     return shown
 
 
-async def _explain(workers: Workers, job: Job, choices: Sequence[Choice]) -> None:
+async def _explain(workers: Workers, job: Job, choices: Sequence[AnswerChoice]) -> None:
     """Finds out what the answer is to tell of the cache, once, when prompts have been computed."""
     if job.diagnosis is not None and job.diagnosis.is_due:
         await workers.in_thread(partial(job.diagnosis.explain, _admitted(job, choices)))
@@ -421,13 +421,13 @@ def comparison_fields(
     return diagnosis_fields(job) | ({} if comparison is None else {name: worded(comparison)})
 
 
-def _admitted(job: Job, choices: Sequence[Choice]) -> list[Admitted | None]:
+def _admitted(job: Job, choices: Sequence[AnswerChoice]) -> list[Admitted | None]:
     """What became of each prompt, which its first choice tells."""
     n = job.params.n
     return [*map(_admission, job.requests[::n], choices[::n])]
 
 
-def _admission(request: EngineRequest, choice: Choice) -> Admitted | None:
+def _admission(request: EngineRequest, choice: AnswerChoice) -> Admitted | None:
     """None where the prompt was neither computed nor refused by its threshold, as far as known."""
     is_refused = choice.finish_reason == "cache_threshold" and not choice.num_tokens
     if not (choice.num_tokens or is_refused or choice.finish_reason == "length"):
@@ -478,7 +478,7 @@ def _raise_if_void(output: RequestOutput) -> None:
         )
 
 
-def _size(job: Job, choices: Sequence[Choice]) -> int:
+def _size(job: Job, choices: Sequence[AnswerChoice]) -> int:
     """A measure of what writing the answer costs."""
     most = max(job.params.logprobs or 0, job.params.prompt_logprobs or 0)
     return sum(choice.num_prompt_tokens + choice.num_tokens for choice in choices) * (1 + most)

@@ -183,7 +183,7 @@ class RequestContext:
             "logprobs": logprobs,
         }
         scope.setdefault("state", {}).update(state)
-        answer = _Answer(scope, receive, send, request_id, outcome)
+        answer = _SentAnswer(scope, receive, send, request_id, outcome)
         begun = time.perf_counter()
         try:
             await self._answer(scope, receive, answer)
@@ -196,7 +196,7 @@ class RequestContext:
             if self._tracing is not None:
                 self._tracing.record(scope, status, seconds, outcome)
 
-    async def _answer(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, answer: _SentAnswer) -> None:
         try:
             if self._lifecycle.stopping:
                 raise server_stopping()
@@ -210,7 +210,7 @@ class RequestContext:
 
 
 @dataclass(slots=True)
-class _Answer:
+class _SentAnswer:
     """Adds the id to the answer's head, and remembers its status and whether all of it was sent."""
 
     _scope: Scope

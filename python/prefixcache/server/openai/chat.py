@@ -13,7 +13,7 @@ from starlette.responses import Response
 from prefixcache.diagnostics.spans import PromptSource
 from prefixcache.exceptions import InvalidRequestError, wrong
 from prefixcache.server.http.described import CHOICES, EVENT, QUESTION, describes
-from prefixcache.server.jobs.answers import Choice, answer
+from prefixcache.server.jobs.answers import AnswerChoice, answer
 from prefixcache.server.jobs.caching import (
     CachingControls,
     Place,
@@ -196,7 +196,7 @@ class ChatForm(ChunkForm):
         self._num_logprobs = _num_logprobs(fields)
         self._tells_reasoning = fields.include_reasoning is not False
 
-    def response(self, job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
+    def response(self, job: Job, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
         """The object of all choices."""
         body: dict[str, Any] = {
             **head(job, "chat.completion"),
@@ -211,7 +211,9 @@ class ChatForm(ChunkForm):
             body["prompt_token_ids"] = job.prompts[0].tolist()
         return body
 
-    def chunks(self, job: Job, choice: Choice, output: RequestOutput) -> Iterator[dict[str, Any]]:
+    def chunks(
+        self, job: Job, choice: AnswerChoice, output: RequestOutput
+    ) -> Iterator[dict[str, Any]]:
         """The role once, then text; nothing while text is held back."""
         if not choice.started:
             choice.started = True
@@ -229,7 +231,7 @@ class ChatForm(ChunkForm):
                 chunk["choices"][0]["token_ids"] = [*output.token_ids]
             yield chunk
 
-    def _whole(self, choice: Choice) -> dict[str, Any]:
+    def _whole(self, choice: AnswerChoice) -> dict[str, Any]:
         shown: dict[str, Any] = {
             "index": choice.index,
             "message": _message(choice.message, with_reasoning=self._tells_reasoning),
@@ -244,7 +246,7 @@ class ChatForm(ChunkForm):
         return shown
 
     def _chunk(
-        self, job: Job, choice: Choice, delta: dict[str, Any], logprobs: dict[str, Any] | None
+        self, job: Job, choice: AnswerChoice, delta: dict[str, Any], logprobs: dict[str, Any] | None
     ) -> dict[str, Any]:
         ended = "role" not in delta
         shown = {

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from prefixcache.server.http.errors import error_body
-from prefixcache.server.jobs.answers import Choice, Choices, diagnosis_fields, usage
+from prefixcache.server.jobs.answers import AnswerChoice, Choices, diagnosis_fields, usage
 from prefixcache.server.jobs.job_maker import Job
 from prefixcache.server.jobs.sampling_fields import SamplingFields, StreamOptions
 from prefixcache.text.tokenization.tokenizer import Tokenizer
@@ -30,11 +30,13 @@ class ChunkForm(ABC):
         self._num_prompt_logprobs = fields.prompt_logprobs
 
     @abstractmethod
-    def response(self, job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
+    def response(self, job: Job, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
         """The whole answer, without what it says of all choices together."""
 
     @abstractmethod
-    def chunks(self, job: Job, choice: Choice, output: RequestOutput) -> Iterator[dict[str, Any]]:
+    def chunks(
+        self, job: Job, choice: AnswerChoice, output: RequestOutput
+    ) -> Iterator[dict[str, Any]]:
         """What is streamed when `output` was added to `choice`, as `response`."""
 
     def body(self, job: Job, choices: Choices) -> dict[str, Any]:

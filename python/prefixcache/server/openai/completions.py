@@ -14,7 +14,7 @@ from prefixcache.diagnostics.spans import PromptSource
 from prefixcache.exceptions import wrong
 from prefixcache.server.http.body import parse_fields
 from prefixcache.server.http.described import CHOICES, EVENT, PROMPT, describes
-from prefixcache.server.jobs.answers import Choice, answer
+from prefixcache.server.jobs.answers import AnswerChoice, answer
 from prefixcache.server.jobs.caching import openai_controls, prompt_caching
 from prefixcache.server.jobs.context import Call, new_call, read_parsed
 from prefixcache.server.jobs.encode import EncodedPrompts, parse_prompts
@@ -133,7 +133,7 @@ def _with_best_of(params: SamplingParams, fields: CompletionRequest) -> Sampling
         return dataclasses.replace(params, n=best_of, logprobs=params.logprobs or 0)
 
 
-def _best(job: Job, choices: Sequence[Choice], n: int) -> list[Choice]:
+def _best(job: Job, choices: Sequence[AnswerChoice], n: int) -> list[AnswerChoice]:
     """The likeliest `n` choices of each prompt; those that were cut off come last."""
     if n == job.params.n:
         return [*choices]
@@ -143,7 +143,7 @@ def _best(job: Job, choices: Sequence[Choice], n: int) -> list[Choice]:
     return [choice for group in best for choice in group]
 
 
-def _rank(choice: Choice) -> tuple[bool, float]:
+def _rank(choice: AnswerChoice) -> tuple[bool, float]:
     mean = sum(token.logprob for token in choice.logprobs) / max(len(choice.logprobs), 1)
     return choice.last.ended_well, mean
 
@@ -163,20 +163,22 @@ class CompletionForm(ChunkForm):
         self._is_cut = fields.truncate_prompt_tokens is not None
         self._num_logprobs = fields.logprobs
 
-    def response(self, job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
+    def response(self, job: Job, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
         """The object of the best choices."""
         best = _best(job, choices, self._n)
         shown = [{**self._whole(job, choice), "index": i} for i, choice in enumerate(best)]
         return {**head(job, self.chunk_kind), "choices": shown}
 
-    def chunks(self, job: Job, choice: Choice, output: RequestOutput) -> Iterator[dict[str, Any]]:
+    def chunks(
+        self, job: Job, choice: AnswerChoice, output: RequestOutput
+    ) -> Iterator[dict[str, Any]]:
         """One chunk, or none while text is held back."""
         shown = self._choice(job, choice, output.text, output.logprobs, output.token_ids)
         if any(map(shown.get, ("text", "logprobs", "token_ids"))) or output.finished:
             choice.started = True
             yield {**head(job, self.chunk_kind), "choices": [shown]}
 
-    def _whole(self, job: Job, choice: Choice) -> dict[str, Any]:
+    def _whole(self, job: Job, choice: AnswerChoice) -> dict[str, Any]:
         text = "".join(choice.text)
         shown = self._choice(job, choice, text, choice.logprobs, choice.token_ids)
         if self._num_prompt_logprobs is not None and choice.first.prompt_logprobs is not None:
@@ -188,7 +190,7 @@ class CompletionForm(ChunkForm):
     def _choice(
         self,
         job: Job,
-        choice: Choice,
+        choice: AnswerChoice,
         text: str,
         logprobs: Sequence[TokenLogprobs],
         token_ids: Sequence[int],
@@ -220,7 +222,9 @@ class CompletionForm(ChunkForm):
             return prompt
         return self._tokenizer.decode(job.prompts[index].tolist())
 
-    def _logprobs(self, choice: Choice, tokens: Sequence[ScoredToken]) -> dict[str, Any] | None:
+    def _logprobs(
+        self, choice: AnswerChoice, tokens: Sequence[ScoredToken]
+    ) -> dict[str, Any] | None:
         if self._num_logprobs is None or not tokens:
             return None
         return completion_logprobs(

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from prefixcache.exceptions import wrong
 from prefixcache.server.http.body import Strings
 from prefixcache.server.http.described import NUMBER, describes
-from prefixcache.server.jobs.answers import Choice, usage
+from prefixcache.server.jobs.answers import AnswerChoice, usage
 from prefixcache.server.jobs.context import read_fields
 from prefixcache.server.jobs.field_names import fields_named
 from prefixcache.server.jobs.job_maker import Job, JobMaker
@@ -161,7 +161,7 @@ def _prompt(query: str, document: str, instruction: str | None) -> str:
     return f"{_BEGIN}{head}\n<Document>: {document}{_END}"
 
 
-def _probability(choice: Choice) -> float:
+def _probability(choice: AnswerChoice) -> float:
     yes, no = map(
         float, choice.last.ending.pooled if choice.last.ending.pooled is not None else (0.0, 0.0)
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from prefixcache.server.http.errors import error_body
-from prefixcache.server.jobs.answers import Choice, comparison_fields, usage
+from prefixcache.server.jobs.answers import AnswerChoice, comparison_fields, usage
 from prefixcache.server.jobs.diagnosis import openai_comparison
 from prefixcache.server.jobs.job_maker import Job
 from prefixcache.server.jobs.logprobs import chat_logprobs
@@ -154,7 +154,7 @@ class ResponseForm:
     def __post_init__(self) -> None:
         self._output = OutputItems(self.tools)
 
-    def body(self, job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
+    def body(self, job: Job, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
         """The whole answer."""
         choice = choices[0]
         for delta, logprobs in choice.message.parts():
@@ -175,7 +175,7 @@ class ResponseForm:
     def events(
         self,
         job: Job,
-        choices: Sequence[Choice],
+        choices: Sequence[AnswerChoice],
         index: int,
         output: RequestOutput,  # noqa: ARG002
     ) -> Iterator[Event]:
@@ -184,7 +184,7 @@ class ResponseForm:
         for event in self._take(choice.delta, choice.content_logprobs):
             yield self._numbered(job, event)
 
-    def end(self, job: Job, choices: Sequence[Choice]) -> Iterator[Event]:
+    def end(self, job: Job, choices: Sequence[AnswerChoice]) -> Iterator[Event]:
         """Events of the last item's end, and the whole answer."""
         choice = choices[0]
         status = _status(job, choice)
@@ -207,7 +207,7 @@ class ResponseForm:
             shown = [*chat_logprobs(logprobs, self.num_logprobs, self.tokenizer)["content"]]
         return [*self._output.add(delta, shown)]
 
-    def _complete(self, job: Job, choice: Choice, status: str) -> dict[str, Any]:
+    def _complete(self, job: Job, choice: AnswerChoice, status: str) -> dict[str, Any]:
         body = self._response(job, status)
         if status == "incomplete":
             cut = choice.finish_reason == "length"
@@ -241,7 +241,7 @@ class ResponseForm:
         return {"type": event["type"], "sequence_number": number, **event}
 
 
-def _status(job: Job, choice: Choice) -> str:
+def _status(job: Job, choice: AnswerChoice) -> str:
     """Where no answer was wanted, the response is complete without one."""
     complete = ("stop", "tool_calls", *(["length"] if job.params.max_tokens == 0 else []))
     if choice.finish_reason in complete:
@@ -249,7 +249,7 @@ def _status(job: Job, choice: Choice) -> str:
     return "cancelled" if choice.finish_reason == "abort" else "incomplete"
 
 
-def _last_status(choice: Choice, status: str) -> str:
+def _last_status(choice: AnswerChoice, status: str) -> str:
     """The status of the last item: a call that a stop string cut is not to be made."""
     is_cut = choice.finish_reason == "stop" and choice.message.tool_calls
     return "incomplete" if is_cut else status

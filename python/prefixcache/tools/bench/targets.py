@@ -165,7 +165,7 @@ class HttpTarget:
 
     async def send(self, prompt: Prompt) -> RequestRecord:
         """Times one streamed request."""
-        answer = _Answer()
+        answer = _StreamedAnswer()
         sent = time.perf_counter()
         try:
             async for event in stream_events(self._client, self.form.path, self._body(prompt)):
@@ -214,7 +214,7 @@ class HttpTarget:
         }
 
 
-class _Answer:
+class _StreamedAnswer:
     """One streamed answer, as its events come in."""
 
     def __init__(self) -> None:

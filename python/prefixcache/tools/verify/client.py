@@ -23,7 +23,7 @@ from prefixcache.tools.openai_api import (
     reason,
     stream_events,
 )
-from prefixcache.tools.verify.comparison import Answer, TokenScore
+from prefixcache.tools.verify.comparison import ServerAnswer, TokenScore
 from prefixcache.tools.verify.questions import Question
 from prefixcache.tools.verify.verify_options import VerifyOptions
 
@@ -68,7 +68,7 @@ class Asker:
 
     async def ask(
         self, question: Question, extra: Mapping[str, Any] | None = None, **changes: Any
-    ) -> Answer:
+    ) -> ServerAnswer:
         """One greedy answer. `extra` and `changes` are fields of the body. Raises `StreamError`."""
         body = self._body(question) | dict(extra or {}) | changes
         try:
@@ -90,7 +90,7 @@ class Asker:
         return first_card(models, self.model)
 
     def _take_notes(
-        self, refusals: Sequence[RefusedStreamError], answer: Answer, *, wants_logprobs: bool
+        self, refusals: Sequence[RefusedStreamError], answer: ServerAnswer, *, wants_logprobs: bool
     ) -> None:
         self.notes += [
             f"It was asked for less, since it refused more: {refusal}" for refusal in refusals[:1]
@@ -100,7 +100,7 @@ class Asker:
             if wants_logprobs:
                 self.notes.append("It gives no log probabilities: texts alone are compared.")
 
-    async def _answer(self, body: Body) -> Answer:
+    async def _answer(self, body: Body) -> ServerAnswer:
         stream = Stream(time.perf_counter())
         path = "v1/chat/completions" if self._options.api == "chat" else "v1/completions"
         async for event in stream_events(self._client, path, body):
@@ -149,13 +149,13 @@ class Stream:
         except (AttributeError, LookupError, TypeError, ValueError):
             raise StreamError(f"An event of unknown form: {cut(json.dumps(event))}") from None
 
-    def answer(self) -> Answer:
+    def answer(self) -> ServerAnswer:
         """All that came."""
         if self.finish_reason is None:
             raise StreamError("The server ended an answer without a finish_reason.")
         check_ending(self.finish_reason)
         prompt = self.usage.get("prompt_tokens")
-        return Answer(
+        return ServerAnswer(
             text="".join(self.texts),
             scores=tuple(self.scores),
             finish_reason=self.finish_reason,

@@ -34,7 +34,7 @@ class TokenScore:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class ServerAnswer:
     """What one request brought.
 
     `ttft` counts seconds. `scores` is empty where the server gives no log probabilities;
@@ -68,7 +68,7 @@ class Comparison:
     largest: float = 0.0
 
 
-def compare(expected: Answer, got: Answer, tolerance: float = 0.0) -> Comparison:
+def compare(expected: ServerAnswer, got: ServerAnswer, tolerance: float = 0.0) -> Comparison:
     """Token by token; log probabilities behind another token mean nothing and are left out."""
     if not (expected.scores and got.scores):
         return _compare_texts(expected, got)
@@ -85,7 +85,7 @@ def compare(expected: Answer, got: Answer, tolerance: float = 0.0) -> Comparison
     return replace(scores if texts.change == "nothing" else texts, largest=largest)
 
 
-def _compare_texts(expected: Answer, got: Answer) -> Comparison:
+def _compare_texts(expected: ServerAnswer, got: ServerAnswer) -> Comparison:
     """Log probabilities that only one of them has are a change too."""
     if (expected.text, expected.finish_reason) != (got.text, got.finish_reason):
         return Comparison("answer", *_where_texts_part(expected, got))
@@ -95,7 +95,7 @@ def _compare_texts(expected: Answer, got: Answer) -> Comparison:
     return Comparison("nothing")
 
 
-def _token(score: TokenScore | None, answer: Answer) -> str:
+def _token(score: TokenScore | None, answer: ServerAnswer) -> str:
     return f"its end, {answer.finish_reason}" if score is None else repr(score.token)
 
 
@@ -103,25 +103,25 @@ def _shown(score: TokenScore) -> str:
     return f"{score.token!r} {score.logprob:.9g}"
 
 
-def _where_texts_part(expected: Answer, got: Answer) -> tuple[int, str, str]:
+def _where_texts_part(expected: ServerAnswer, got: ServerAnswer) -> tuple[int, str, str]:
     pairs = enumerate(zip(expected.text, got.text, strict=False))
     shorter = min(len(expected.text), len(got.text))
     start = next((index for index, (a, b) in pairs if a != b), shorter)
     return start, _rest(expected, start), _rest(got, start)
 
 
-def _rest(answer: Answer, start: int) -> str:
+def _rest(answer: ServerAnswer, start: int) -> str:
     return f"{answer.text[start : start + _SHOWN]!r}, ended by {answer.finish_reason}"
 
 
-def reported_hit(answer: Answer) -> bool | None:
+def reported_hit(answer: ServerAnswer) -> bool | None:
     """Whether more than half of the prompt hit; None where the server does not tell."""
     if answer.cached_tokens is None or not answer.prompt_tokens:
         return None
     return answer.cached_tokens * 2 > answer.prompt_tokens
 
 
-def hit_mostly(answer: Answer, cold: Answer, warm: Answer) -> bool:
+def hit_mostly(answer: ServerAnswer, cold: ServerAnswer, warm: ServerAnswer) -> bool:
     """Whether more than half of the prompt hit: then TTFT is nearer to that of a whole hit."""
     reported = reported_hit(answer)
     if reported is not None:
@@ -129,11 +129,11 @@ def hit_mostly(answer: Answer, cold: Answer, warm: Answer) -> bool:
     return _shows_hits(cold, warm) and answer.ttft < (cold.ttft + warm.ttft) / 2
 
 
-def missed(answer: Answer, cold: Answer, warm: Answer) -> bool:
+def missed(answer: ServerAnswer, cold: ServerAnswer, warm: ServerAnswer) -> bool:
     """Whether it did not hit at all, as well as a single TTFT on a busy machine tells it."""
     reported = reported_hit(answer)
     return not reported if reported is not None else answer.ttft > sqrt(cold.ttft * warm.ttft)
 
 
-def _shows_hits(cold: Answer, warm: Answer) -> bool:
+def _shows_hits(cold: ServerAnswer, warm: ServerAnswer) -> bool:
     return warm.ttft < cold.ttft * _MOST_SHARE

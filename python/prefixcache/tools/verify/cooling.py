@@ -12,7 +12,7 @@ from typing import Any
 
 from prefixcache.tools.openai_api import RefusedStreamError
 from prefixcache.tools.verify.client import Asker
-from prefixcache.tools.verify.comparison import Answer, missed
+from prefixcache.tools.verify.comparison import ServerAnswer, missed
 from prefixcache.tools.verify.questions import Question
 
 
@@ -56,5 +56,5 @@ async def find_cooling(asker: Asker, question: Question, other: Question) -> Coo
     return None
 
 
-def _ttft(answer: Answer) -> float:
+def _ttft(answer: ServerAnswer) -> float:
     return answer.ttft

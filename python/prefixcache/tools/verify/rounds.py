@@ -10,8 +10,8 @@ from typing import Any
 from prefixcache.tools.openai_api import side_by_side
 from prefixcache.tools.verify.client import Asker
 from prefixcache.tools.verify.comparison import (
-    Answer,
     Comparison,
+    ServerAnswer,
     compare,
     hit_mostly,
     reported_hit,
@@ -19,7 +19,7 @@ from prefixcache.tools.verify.comparison import (
 from prefixcache.tools.verify.cooling import Cooling
 from prefixcache.tools.verify.questions import Question
 
-_Ask = Callable[[Question], Coroutine[Any, Any, Answer]]
+_Ask = Callable[[Question], Coroutine[Any, Any, ServerAnswer]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,8 @@ class Asked:
     the prompt hit, None where that is unknown.
     """
 
-    answer: Answer
-    expected: Answer | None
+    answer: ServerAnswer
+    expected: ServerAnswer | None
     hit: bool | None
 
 
@@ -107,22 +107,22 @@ class Plan:
 
     async def _cold_and_warm(self) -> _Alone:
         """Each warm right after cold: a server may remember its last prompt alone."""
-        cold, warm = list[Answer](), list[Answer]()
+        cold, warm = list[ServerAnswer](), list[ServerAnswer]()
         for question in self._questions:
             cold.append(await self._ask(question))
             warm.append(await self._ask(question))
         return _Alone(cold, warm)
 
-    async def _one_by_one(self, send: _Ask) -> list[Answer]:
+    async def _one_by_one(self, send: _Ask) -> list[ServerAnswer]:
         return [await send(question) for question in self._questions]
 
-    async def _together(self, send: _Ask) -> list[Answer]:
+    async def _together(self, send: _Ask) -> list[ServerAnswer]:
         return await side_by_side([send(question) for question in self._questions])
 
-    async def _ask(self, question: Question) -> Answer:
+    async def _ask(self, question: Question) -> ServerAnswer:
         return await self._asker.ask(question, self._fields[question])
 
-    async def _cool(self, question: Question) -> Answer:
+    async def _cool(self, question: Question) -> ServerAnswer:
         return await self._asker.ask(question, await self._cooled())
 
     async def _cooled(self) -> dict[str, object]:
@@ -133,7 +133,7 @@ class Plan:
             await self._asker.ask(self._spare[0], max_tokens=1)
         return self._cooling.fields()
 
-    async def _in_pieces(self, question: Question) -> Answer:
+    async def _in_pieces(self, question: Question) -> ServerAnswer:
         """Its beginnings first: what each computes goes on from a hit."""
         fields = await self._cooled()
         *pieces, full = question.pieces()
@@ -141,17 +141,17 @@ class Plan:
             await self._asker.ask(piece, fields, max_tokens=1)
         return await self._asker.ask(full, fields)
 
-    async def _chunked_first(self) -> tuple[list[Answer], list[Answer]]:
+    async def _chunked_first(self) -> tuple[list[ServerAnswer], list[ServerAnswer]]:
         """New questions in pieces, and the same asked again: hits of other lengths."""
-        answers, again = list[Answer](), list[Answer]()
+        answers, again = list[ServerAnswer](), list[ServerAnswer]()
         for question in self._spare:
             answers.append(await self._in_pieces(question))
             again.append(await self._asker.ask(question))
         return answers, again
 
-    async def _next_turns(self, answers: Sequence[Answer]) -> Round:
+    async def _next_turns(self, answers: Sequence[ServerAnswer]) -> Round:
         """A second turn, whose prompt hits the first with its answer, and the same cold."""
-        hit, cold = list[Answer](), list[Answer]()
+        hit, cold = list[ServerAnswer](), list[ServerAnswer]()
         for question, answer in zip(self._questions, answers, strict=True):
             turn = question.next_turn(answer.text)
             await self._ask(question)
@@ -164,17 +164,19 @@ class Plan:
 class _Alone:
     """What the questions got alone, with no hit and with a whole one: what TTFT is judged by."""
 
-    cold: Sequence[Answer]
-    warm: Sequence[Answer]
+    cold: Sequence[ServerAnswer]
+    warm: Sequence[ServerAnswer]
 
     def round(
-        self, name: str, answers: Sequence[Answer], expected: Sequence[Answer | None]
+        self, name: str, answers: Sequence[ServerAnswer], expected: Sequence[ServerAnswer | None]
     ) -> Round:
         """Answers to questions asked one by one."""
         hits = map(hit_mostly, answers, self.cold, self.warm)
         return Round(name, tuple(map(Asked, answers, expected, hits)))
 
 
-def _concurrent(name: str, answers: Sequence[Answer], expected: Sequence[Answer]) -> Round:
+def _concurrent(
+    name: str, answers: Sequence[ServerAnswer], expected: Sequence[ServerAnswer]
+) -> Round:
     """TTFT holds the waiting for others and tells no hits."""
     return Round(name, tuple(map(Asked, answers, expected, map(reported_hit, answers))))

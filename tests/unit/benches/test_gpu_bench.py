@@ -138,23 +138,6 @@ def test_a_section_that_fails_is_a_row_and_the_others_are_run(tmp_path, bench, m
     assert "| NO |" in bench.table(_rows(tmp_path))
 
 
-def test_a_section_that_raises_does_not_end_those_after_it(tmp_path: Path, bench: Any) -> None:
-    run = bench.Run(
-        folder=tmp_path, device="cpu", scale="dry", environment=bench.section_environment(jit=False)
-    )
-    run.job(bench.Job("steps+kernels", "no such shape"), 900)
-    failed = [row for row in _rows(tmp_path) if row["section"] == "steps"]
-    others = [row for row in _rows(tmp_path) if row["section"] != "steps"]
-    parts = [row.pop("what") for row in failed]
-    assert parts == ["steps no such shape, eager", "steps no such shape, first token, eager"]
-    assert all(
-        row == {"section": "steps", "unit": "failed: 'no such shape'", "ok": False}
-        for row in failed
-    )
-    assert {row["section"] for row in others} == {"kernels"}
-    assert all(row["ok"] for row in others)
-
-
 _MANY_ROWS = """
 import sys
 from pathlib import Path

@@ -108,21 +108,3 @@ def test_bootstrap_unpacks_wheels_without_pip_and_names_what_is_missing(tmp_path
     assert "prefixcache 1.0 with" in done.stdout
     assert "Neither packed nor there: no_such\n" in done.stdout
     assert (target / "flashinfer_jit_cache" / "aot" / "page" / "page.so").exists()
-
-
-@pytest.mark.long
-def test_every_requirement_has_a_wheel_for_the_machine(tmp_path: Path) -> None:
-    """Downloads them: needs a package index."""
-    folder = tmp_path / "packed"
-    done = _packed(folder, sys.executable)
-    assert done.returncode == 0, done.stderr
-    found = {wheel.name.partition("-")[0].lower() for wheel in (folder / "wheels").iterdir()}
-    assert {name.replace("-", "_") for name in _required()} <= found
-
-
-def _required() -> set[str]:
-    return {
-        name
-        for file in ("requirements.in", "requirements-alone.in")
-        for name in re.findall(r"^[\w-]+", (BENCH / file).read_text(), re.MULTILINE)
-    }

@@ -101,7 +101,7 @@ keyword arguments. A variable is the key in capitals: `PREFIXCACHE_MAX_NUM_SEQS`
 
 
 def metrics() -> str:
-    """Each family of /metrics with its type and meaning."""
+    """Each family of /metrics with its type, its own labels and its meaning."""
     from prometheus_client import generate_latest
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -122,8 +122,10 @@ def metrics() -> str:
         )
     }
     count, weights = {"x": 0}, WeightsInfo((), 0)
+    config = dict.fromkeys(("block_size", "num_gpu_blocks", "enable_prefix_caching"), "")
     parts["drafts"] = of.DraftCounts(drafts=0, drafted=count, accepted=count)
-    gauges = of.Gauges(weights=weights, num_below_threshold=count, num_stale_tokens={1: 0}, **parts)
+    parts |= {"num_below_threshold": count, "num_stale_tokens": {1: 0}, "cache_config": config}
+    gauges = of.Gauges(weights=weights, **parts)
     made = of.Metrics(lambda: gauges, of.resize_slices())
     made.finished["stop"] = 0
     cache = MagicMock(num_missed_evictions=0, reuse_gaps=lambda: ([0] * 22, 0.0))
@@ -135,8 +137,30 @@ def metrics() -> str:
     ]
     text = generate_latest(of.LabelledMetrics(made, model_name="x")).decode()
     families = text_string_to_metric_families(text)
-    rows = [[f"`{one.name}`", one.type, one.documentation] for one in families]
-    return "# Metrics\n\n" + table(["name", "type", ""], sorted(rows))
+    rows = [
+        [f"`{queried_name(one)}`", one.type, own_labels(one), one.documentation] for one in families
+    ]
+    return METRICS + table(["name", "type", "labels", ""], sorted(rows))
+
+
+METRICS = """# Metrics
+
+Of `GET /metrics`, as they are queried; a histogram's name goes on with `_bucket`, `_sum` or
+`_count`. All have the label `model_name` too, under Ray Serve `replica`, and with
+`--metrics-prefix vllm` `engine`.
+
+"""
+
+
+def queried_name(family: Any) -> str:
+    """The name of a family as Prometheus has it: a counter's samples have an ending."""
+    return family.name + "_total" * (family.type == "counter")
+
+
+def own_labels(family: Any) -> str:
+    """The labels that tell samples of a family apart."""
+    labels = {label for sample in family.samples for label in sample.labels}
+    return ", ".join(f"`{label}`" for label in sorted(labels - {"le", "model_name"}))
 
 
 def http() -> str:

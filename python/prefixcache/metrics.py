@@ -13,16 +13,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from prefixcache.types.modes import WeightsInfo
+from prefixcache.types.modes import SleepState, WeightsInfo
 from prefixcache.types.request import FinishReason
 
 if TYPE_CHECKING:
@@ -175,6 +175,8 @@ class Gauges(BlockCounts):
     )
     num_below_threshold: Mapping[str, int] = field(default_factory=dict[str, int])
     num_stale_tokens: Mapping[int, int] = field(default_factory=dict[int, int])
+    cache_config: Mapping[str, str] = field(default_factory=dict[str, str])
+    sleep_state: SleepState = "awake"
     pool: PoolGauges | None = None
     file: FileCounts | None = None
     disk: DiskCounts | None = None
@@ -246,6 +248,7 @@ class Metrics(Collector):
         self.gauges = gauges
         self.more: list[Callable[[], Iterable[Metric]]] = []
         self.prompt_tokens = 0
+        self.cached_prompt_tokens = 0
         self.generation_tokens = 0
         self.queue_full_refusals = 0
         self.key_limit_refusals = 0
@@ -268,6 +271,24 @@ class Metrics(Collector):
         )
         self.decode_time = self._histogram(
             "request_decode_time_seconds", "From the first token to the last.", _SECONDS
+        )
+        self.inference_time = self._histogram(
+            "request_inference_time_seconds", "From the first step to the last token.", _SECONDS
+        )
+        self.time_per_token = self._histogram(
+            "request_time_per_output_token_seconds",
+            "Mean time between two tokens of a request.",
+            _SECONDS,
+        )
+        self.request_max_tokens = self._histogram(
+            "request_params_max_tokens",
+            "Most tokens that a request might generate.",
+            _REQUEST_TOKENS,
+        )
+        self.computed_tokens = self._histogram(
+            "request_prefill_kv_computed_tokens",
+            "Prompt tokens of a request that were not cached.",
+            _REQUEST_TOKENS,
         )
         self.request_prompt_tokens = self._histogram(
             "request_prompt_tokens", "Prompt tokens of a request.", _REQUEST_TOKENS
@@ -293,6 +314,7 @@ class Metrics(Collector):
             yield from _weights_families(gauges.weights)
         yield from self._counter_families()
         yield from _labelled_families(gauges)
+        yield from _info_families(gauges)
         yield from (histogram.family() for histogram in self._histograms)
         for families in self.more:
             yield from families()
@@ -304,6 +326,7 @@ class Metrics(Collector):
     def _counter_families(self) -> Iterator[Metric]:
         rows = (
             ("prompt_tokens", "Prompt tokens processed.", self.prompt_tokens),
+            ("prompt_tokens_cached", "Those that were cached.", self.cached_prompt_tokens),
             ("generation_tokens", "Tokens generated.", self.generation_tokens),
             ("queue_full_refusals", "Refused: too many waited.", self.queue_full_refusals),
             ("key_limit_refusals", "Refused: too many of a key waited.", self.key_limit_refusals),
@@ -316,7 +339,8 @@ class Metrics(Collector):
 
 
 class LabelledMetrics(Collector):
-    """Metrics of one engine under labels that all of them get, its model's name for one.
+    """Metrics of one engine under labels that all of them get, its model's name for one, and those
+    of its process under prometheus-client's own names.
 
     `prefix` takes the place of ours: under "vllm", with vLLM's label `engine` too, dashboards made
     for vLLM find what they ask for.
@@ -328,10 +352,11 @@ class LabelledMetrics(Collector):
         self._metrics = metrics
         self._prefix = f"{prefix}:"
         self._labels = labels | ({"engine": "0"} if prefix == "vllm" else {})
+        self._process = ProcessCollector(registry=None)
 
     def collect(self) -> Iterable[Metric]:
         """All metric families, for prometheus-client."""
-        for family in self._metrics.collect():
+        for family in (*self._metrics.collect(), *self._process.collect()):
             family.name = self._named(family.name)
             family.samples = [
                 sample._replace(name=self._named(sample.name), labels=self._labels | sample.labels)
@@ -340,7 +365,7 @@ class LabelledMetrics(Collector):
             yield family
 
     def _named(self, name: str) -> str:
-        return self._prefix + name.removeprefix(PREFIX)
+        return name.replace(PREFIX, self._prefix, 1)
 
 
 def labelled_counter(
@@ -384,6 +409,21 @@ def _labelled_families(gauges: Gauges) -> Iterator[Metric]:
         yield labelled_counter(
             "spec_decode_num_accepted_tokens", "Guesses that were right.", "source", drafts.accepted
         )
+
+
+def _info_families(gauges: Gauges) -> Iterator[Metric]:
+    """Gauges whose labels are the message."""
+    name, documentation = PREFIX + "engine_sleep_state", "1 for the state that the engine is in."
+    states = GaugeMetricFamily(name, documentation, labels=["sleep_state"])
+    for state in get_args(SleepState):
+        states.add_metric([state], state == gauges.sleep_state)
+    yield states
+    config = gauges.cache_config
+    info = GaugeMetricFamily(
+        PREFIX + "cache_config_info", "1; the cache as it is configured.", labels=[*config]
+    )
+    info.add_metric([*config.values()], 1)
+    yield info
 
 
 def _weights_families(weights: WeightsInfo) -> Iterator[Metric]:

@@ -714,7 +714,9 @@ class EngineConfig(Checked):
         "Model",
     )
     seed: Annotated[int, Ge(0), Le(2**64 - 1)] = flag(
-        0, "Seed of requests that give none.", "Model"
+        0,
+        "Start of the series from which requests without a seed get theirs, in order of arrival.",
+        "Model",
     )
     record_requests: FilePath | None = flag(
         None,

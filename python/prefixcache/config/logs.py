@@ -26,7 +26,7 @@ LogFormat = Literal["text", "json"]
 SHOWS_ERROR: Mapping[str, bool] = {"shows_error": True}
 
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-_TOLD_COUNTS = frozenset(10**power for power in range(1, 10))
+_LOGGED_COUNTS = frozenset(10**power for power in range(1, 10))
 _WITHHELD = "(its message may quote a request: --log-prompts shows it)"
 
 
@@ -70,13 +70,20 @@ class RecurringError:
         self._count = 0
 
     def log(self, error: Exception) -> None:
-        """Another error than the last one is a new one. Counts that are powers of ten are told."""
+        """Another error than the last one is new. Counts that are powers of ten are logged."""
         if repr(error) != self._last:
             self._last, self._count = repr(error), 0
             self._logger.error(self._message, exc_info=error, extra=self._extra)
         self._count += 1
-        if self._count in _TOLD_COUNTS:
+        if self._count in _LOGGED_COUNTS:
             self._logger.error("%s It has failed %d times.", self._message, self._count)
+
+
+def json_line(logger_name: str, message: str, **fields: Any) -> str:
+    """A line in the form of the JSON log, for what is printed whatever the log's level and file."""
+    record = logging.LogRecord(logger_name, logging.INFO, "", 0, message, None, None)
+    vars(record).update(with_fields(**fields))
+    return _Json(shows_errors=False).format(record)
 
 
 def _opened(file: Path) -> logging.Handler:

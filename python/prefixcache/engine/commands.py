@@ -11,7 +11,7 @@ from prefixcache.config.checked import shown
 from prefixcache.engine.weight_versions import WeightVersions
 from prefixcache.exceptions import EngineHaltedError, InvalidRequestError, ModelLoadError
 from prefixcache.runner.base import ModelMemory
-from prefixcache.types.modes import WeightsInfo
+from prefixcache.types.modes import SleepState, WeightsInfo
 
 RunBetweenSteps = Callable[[Callable[[], Any]], Any]
 """Takes a call to the thread that runs the steps, and waits for it."""
@@ -71,6 +71,13 @@ class EngineState:
         """Whether weights or KV tensors are given up; true until both are back."""
         memory = self._memory
         return memory is not None and not (memory.has_kv and memory.weights.complete)
+
+    @property
+    def sleep_state(self) -> SleepState:
+        """What `is_sleeping` comes from, in vLLM's words."""
+        if self._memory is not None and not self._memory.weights.complete:
+            return "discard_all"
+        return "weights_offloaded" if self.is_sleeping else "awake"
 
     @property
     def is_halted(self) -> bool:

@@ -253,6 +253,12 @@ class Engine:
             loads=scheduler.loads.counts(),
             drafts=scheduler.drafter.counts(),
             weights=self.state.weights_info,
+            sleep_state=self.state.sleep_state,
+            cache_config={
+                "block_size": str(self._cache.block_size),
+                "num_gpu_blocks": str(self._cache.num_blocks),
+                "enable_prefix_caching": str(scheduler.admission.enabled),
+            },
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             cache_usage=self.requests.cache_usage,

@@ -152,19 +152,20 @@ class Answer:
         if output.token_ids:
             metrics.generation_tokens += len(output.token_ids)
             if self._last_token_time is None:
-                metrics.prompt_tokens += output.prompt.num_tokens
+                _count_prompt(output, metrics)
                 metrics.time_to_first_token.observe(now - arrival)
                 self._first_token_time = now
             else:
                 metrics.inter_token_latency.observe(now - self._last_token_time)
             self._last_token_time = now
         elif output.ended_well:
-            metrics.prompt_tokens += output.prompt.num_tokens
+            _count_prompt(output, metrics)
         if output.ending.finish_reason is not None:
             metrics.finished[output.ending.finish_reason] += 1
             metrics.request_latency.observe(now - arrival)
             metrics.request_prompt_tokens.observe(output.prompt.num_tokens)
             metrics.request_generation_tokens.observe(self._num_tokens)
+            metrics.request_max_tokens.observe(self._max_tokens)
             self._observe_phases(now, metrics)
 
     def _observe_phases(self, now: float, metrics: Metrics) -> None:
@@ -173,7 +174,10 @@ class Answer:
             return
         metrics.queue_time.observe(self._begun - (self.request.arrival_time or self._begun))
         metrics.prefill_time.observe(self._first_token_time - self._begun)
-        metrics.decode_time.observe(now - self._first_token_time)
+        metrics.decode_time.observe(decode := now - self._first_token_time)
+        metrics.inference_time.observe(now - self._begun)
+        if self._num_tokens > 1:
+            metrics.time_per_token.observe(decode / (self._num_tokens - 1))
 
     def _unused_prompt(self) -> PromptUse:
         return PromptUse(num_tokens=len(self.request.prompt_token_ids))
@@ -187,6 +191,14 @@ class Answer:
         if self.request.params.prompt_logprobs is None:
             return None
         return tuple(self._prompt_logprobs)
+
+
+def _count_prompt(output: RequestOutput, metrics: Metrics) -> None:
+    """Counts the prompt of an output that is the first with a token, or the only one."""
+    prompt = output.prompt
+    metrics.prompt_tokens += prompt.num_tokens
+    metrics.cached_prompt_tokens += prompt.num_cached_tokens
+    metrics.computed_tokens.observe(prompt.num_tokens - prompt.num_cached_tokens)
 
 
 class Answers:

@@ -20,7 +20,7 @@ from prefixcache.ray_serve.ray_internals import tell_untried
 from prefixcache.ray_serve.ray_options import RayOptions
 from prefixcache.server.http.listener import listening
 from prefixcache.server.options.serve_options import ServeOptions
-from prefixcache.server.serve import access_rules, key_note, warn_of_unused_variables
+from prefixcache.server.serve import access_rules, announce_ready, warn_of_unused_variables
 
 if TYPE_CHECKING:
     from prefixcache.config.engine_config import EngineConfig
@@ -49,9 +49,7 @@ def serve_ray(config: EngineConfig, options: ServeOptions, ray_options: RayOptio
         port = _start_proxies(options)
         _run(config, options, ray_options)
         seconds = time.perf_counter() - begun
-        address = f"http://{options.host}:{port}"
-        line = f"{config.model} is ready after {seconds:.1f} s at {address}{key_note(options)}"
-        print(f"\n{line}", flush=True)  # noqa: T201
+        announce_ready(config.model, f"http://{options.host}:{port}", seconds, options)
         stopped.wait()
         serve.delete(APPLICATION)
 

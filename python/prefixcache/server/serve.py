@@ -22,6 +22,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from prefixcache.config.flags import shown_values
+from prefixcache.config.logs import json_line
 from prefixcache.config.vllm_flags import KEY_VARIABLE, unused_variables
 from prefixcache.diagnostics.room import CacheDiagnostics
 from prefixcache.events.start import event_sockets, publishing
@@ -399,8 +400,9 @@ def _log_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> No
 def _announce(address: str, served: ServedModel, options: ServeOptions, begun: float) -> None:
     seconds = time.perf_counter() - begun
     place = address if options.uds is None else f"{options.uds} ({address})"
-    line = f"{served.names[0]} is ready after {seconds:.1f} s at {place}{key_note(options)}"
-    print(f"\n{line}", flush=True)  # noqa: T201
+    announce_ready(served.names[0], place, seconds, options)
+    if options.log_format == "json":
+        return
     if options.uds is None:
         pages = f"Chat {address}/chat, dashboard {address}/dashboard"
         print(f"{pages}, API {address}/v1, its description {address}/docs", flush=True)  # noqa: T201
@@ -410,10 +412,19 @@ def _announce(address: str, served: ServedModel, options: ServeOptions, begun: f
     print(f"Try it:\n\n  {example}\n", flush=True)  # noqa: T201
 
 
-def key_note(options: ServeOptions) -> str:
-    """What the start line says where clients need the key that was meant for vLLM."""
+def announce_ready(model: str, address: str, seconds: float, options: ServeOptions) -> None:
+    """Prints that `model` is served at `address`, in the form of the log: readers of it may join
+    stdout to stderr.
+    """
+    # The key that was meant for vLLM is needed here too.
     is_of_vllm = _key_variable(options.api_key) == KEY_VARIABLE
-    return f" for clients with the key of {KEY_VARIABLE}" if is_of_vllm else ""
+    note = f" for clients with the key of {KEY_VARIABLE}" if is_of_vllm else ""
+    line = f"{model} is ready after {seconds:.1f} s at {address}{note}"
+    if options.log_format == "json":
+        fields = {"event": "ready", "model": model, "address": address, "seconds": seconds}
+        print(json_line(__name__, line, **fields), flush=True)  # noqa: T201
+    else:
+        print(f"\n{line}", flush=True)  # noqa: T201
 
 
 def _key_variable(api_keys: Collection[str]) -> str | None:

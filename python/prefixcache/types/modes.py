@@ -7,6 +7,8 @@ from typing import Literal
 
 InFlightMode = Literal["keep", "recompute", "abort"]
 SleepMode = Literal["recompute", "abort"]
+# vLLM's words of an engine: the second is that of level 1, the third that of level 2.
+SleepState = Literal["awake", "weights_offloaded", "discard_all"]
 MemoryTag = Literal["weights", "kv_cache"]
 
 

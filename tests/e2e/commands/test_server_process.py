@@ -214,8 +214,8 @@ def test_a_busy_port_is_an_error_at_once_and_the_example_works_with_the_key(fold
         assert chosen in log
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_the_command_serves_until_it_is_stopped(tiny_checkpoint, host, caplog, monkeypatch):
+@pytest.mark.parametrize(("host", "form"), [("127.0.0.1", "json"), ("0.0.0.0", "text")])
+def test_the_command_serves_until_it_is_stopped(tiny_checkpoint, host, form, caplog, monkeypatch):
     """In this process, which asks itself from another thread and then stops itself."""
     ports: list[int] = []
 
@@ -246,12 +246,18 @@ def test_the_command_serves_until_it_is_stopped(tiny_checkpoint, host, caplog, m
     asking.start()
     command = ["serve", str(tiny_checkpoint()), "--host", host, "--port", "0", *_FLAGS]
     limits = ["--request-timeout", "0.0001", "--max-total-body-bytes", "32MiB"]
-    result = CliRunner().invoke(app, [*command, *limits])
+    result = CliRunner().invoke(app, [*command, *limits, "--log-format", form])
     asking.join()
     assert result.exit_code == 0
     shown = "localhost" if host == "0.0.0.0" else host
-    assert f"Chat http://{shown}:{ports[0]}/chat, dashboard http://" in result.output
-    assert f"curl http://{shown}:{ports[0]}/v1/chat/completions" in result.output
+    address = f"http://{shown}:{ports[0]}"
+    if form == "json":
+        (record,) = map(json.loads, result.stdout.splitlines())
+        assert (record["event"], record["address"], record["model"]) == ("ready", address, "tiny")
+        assert record.keys() >= {"time", "level", "logger", "message"}
+    else:
+        assert f"Chat {address}/chat, dashboard http://" in result.output
+        assert f"curl {address}/v1/chat/completions" in result.output
     for expected, answer in zip(
         (b"tiny", b"request_timeout", b"bodies_full"), answers, strict=True
     ):

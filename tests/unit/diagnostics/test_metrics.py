@@ -30,11 +30,12 @@ def gauges() -> Gauges:
 
 def samples(metrics: Metrics | LabelledMetrics) -> dict[str, float]:
     text = generate_latest(metrics).decode()
-    return {
+    return {  # without those of the process
         sample.name
         + "".join(f"{{{k}={v}}}" for k, v in sorted(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
+        if ":" in sample.name
     }
 
 
@@ -95,6 +96,9 @@ _OF_VLLM = {
     *("request_prefill_time_seconds_sum", "request_decode_time_seconds_sum"),
     *("request_prompt_tokens_bucket", "request_generation_tokens_bucket"),
     "iteration_tokens_total_bucket",
+    *("request_inference_time_seconds_sum", "request_time_per_output_token_seconds_bucket"),
+    *("request_params_max_tokens_bucket", "request_prefill_kv_computed_tokens_sum"),
+    *("prompt_tokens_cached_total", "cache_config_info", "engine_sleep_state"),
 }
 
 

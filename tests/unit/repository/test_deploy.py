@@ -18,7 +18,7 @@ from prefixcache.config.engine_config import EngineConfig
 from prefixcache.config.flags import leaves
 from prefixcache.diagnostics.evictions import EvictionReader
 from prefixcache.engine.residency import BlockResidency
-from prefixcache.metrics import Gauges, LabelledMetrics, Metrics, PoolGauges
+from prefixcache.metrics import DiskCounts, FileCounts, Gauges, LabelledMetrics, Metrics, PoolGauges
 from prefixcache.server.options.serve_options import ServeOptions
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
@@ -35,12 +35,16 @@ def served_names() -> set[str]:
     metrics.more.append(_residency().families)
     text = generate_latest(LabelledMetrics(metrics, model_name="x")).decode()
     families = text_string_to_metric_families(text)
-    return {_NAME.fullmatch(s.name)[1] for family in families for s in family.samples}
+    names = [sample.name for family in families for sample in family.samples]
+    return {match[1] for name in names if (match := _NAME.fullmatch(name))}
 
 
 def _gauges() -> Gauges:
-    numbers = dict.fromkeys(PoolGauges.__dataclass_fields__, 1)
-    return Gauges(num_below_threshold={"request": 1}, pool=PoolGauges(**numbers))
+    kinds = {"pool": PoolGauges, "disk": DiskCounts, "file": FileCounts}
+    parts: Any = {
+        name: kind(**dict.fromkeys(kind.__dataclass_fields__, 1)) for name, kind in kinds.items()
+    }
+    return Gauges(num_below_threshold={"request": 1}, **parts)
 
 
 def _residency() -> BlockResidency:
@@ -94,6 +98,10 @@ def test_every_metric_of_ours_that_counts_trouble_is_on_the_dashboard() -> None:
         "queue_full_refusals_total",
         "num_preemptions_total",
         "window_missed_tokens_total",
+        "disk_damaged_blocks_total",
+        "disk_failures_total",
+        "kv_file_failed_checks_total",
+        "kv_file_failed_syncs_total",
     } <= shown
 
 

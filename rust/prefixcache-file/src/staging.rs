@@ -121,7 +121,7 @@ struct State {
 }
 
 impl State {
-    /// Of a pool of at most so many blocks.
+    /// Of a pool of at most `num_blocks`.
     fn new(num_blocks: usize) -> Self {
         let (contents, is_ahead) = (vec![None; num_blocks], vec![false; num_blocks]);
         Self { contents, num_blocks, is_ahead, ..Self::default() }

@@ -265,7 +265,7 @@ def test_a_size_that_cannot_be_chosen_is_logged_once_with_its_stack_and_then_cou
 ) -> None:
     monkeypatch.setattr("prefixcache.engine.pool_watch.WATCH_SECONDS", 0.001)
     elastic = Elastic()
-    elastic.engine.self_sizing = Mock(choose=Mock(side_effect=OSError("no memory is told")))
+    elastic.engine.self_sizing = Mock(choose=Mock(side_effect=OSError("no memory")))
     with closing(PoolWatch(elastic.engine, elastic.control)):
         wait_until(lambda: "failed 100 times" in caplog.text)
     errors = [record for record in caplog.records if record.levelname == "ERROR"]

@@ -18,6 +18,10 @@ class Clock:
 
     def __init__(self) -> None:
         self.timers: list[asyncio.TimerHandle] = []
+        self.now = 0.0
+
+    def time(self) -> float:
+        return self.now
 
     def call_later(self, _: float, function: Callable[[], None]) -> asyncio.TimerHandle:
         loop: Any = self

@@ -375,6 +375,18 @@ async def test_a_client_is_not_late_while_the_server_is() -> None:
     streams.may_end = True
 
 
+async def test_a_request_has_more_time_after_the_server_was_held_up() -> None:
+    with connection_of(reads_all) as (connection, transport, clock):
+        connection.data_received(GET[:10])
+        clock.now = 5.0  # a timer was due at 0
+        clock.fire()
+        assert not transport.closed
+        clock.now = 0.0
+        clock.fire()
+        assert transport.closed
+        assert transport.written.startswith(b"HTTP/1.1 408 ")
+
+
 async def test_an_answer_that_is_read_slowly_may_take_its_time_and_an_unread_one_not() -> None:
     streams = Streams()
     streams.may_end = True

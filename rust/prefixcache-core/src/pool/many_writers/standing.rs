@@ -82,7 +82,10 @@ impl MultiPool {
             let spot = self.records.index.spot(&content, self.records.epoch());
             self.records.for_each_copy(spot, &content, |copy| copies.push(copy.id));
         }
-        let unpin = |&copy: &BlockId| self.classify(copy, id, &key, Standing::unpinned);
+        // One without a pin keeps its place in line.
+        let unpin = |&copy: &BlockId| {
+            self.is_pinned(copy) && self.classify(copy, id, &key, Standing::unpinned)
+        };
         // All of them, so no `any`.
         Ok(copies.iter().filter(|copy| unpin(copy)).count() > 0)
     }

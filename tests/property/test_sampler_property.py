@@ -6,12 +6,12 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.cuda.test_sampler import reference
 
 from prefixcache.runner.torch.sampling.sampler import sample
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.step_plan import SamplingInput
 from support.plans import context
+from unit.torch.test_sampler import reference
 
 VOCAB = 40
 tokens = st.integers(0, VOCAB - 1)

@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from unit.cuda.test_sampler import exponential_noise, mixed_rows, row
 
 from prefixcache import _core
 from prefixcache._core import Cpu, SamplerRow
@@ -29,6 +28,7 @@ from prefixcache.types.request import TokenLogprobs
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.step_plan import SamplingInput, SequenceOutput
 from support.plans import context
+from unit.torch.test_sampler import exponential_noise, mixed_rows, row
 
 Logits = npt.NDArray[np.float32]
 FORMS = Cpu.available_instructions()

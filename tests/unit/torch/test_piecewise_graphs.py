@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from unit.cuda.test_cuda_graph import prompts, server
 
 from fakes.tape import TapeCapture
 from prefixcache.runner.torch.attention.flashinfer import FlashInferAttention
 from prefixcache.runner.torch.piecewise_graphs import step_sizes
 from support.loaded import torch_model
 from support.paged_models import PagedServer
+from unit.torch.test_cuda_graph import prompts, server
 
 TinyCheckpoint = Callable[..., Path]
 

@@ -12,7 +12,7 @@ import pytest
 
 from prefixcache.server.http.access import AccessRules
 from prefixcache.text.tokenization.tokenizer import Tokenizer
-from prefixcache.types.request import Request, RequestOutput
+from prefixcache.types.request import PromptUse, Request, RequestOutput
 from support.browser import Page, browser, needs_chromium
 from support.serving import FakeEngine, fake_app, running, says, wait_until
 
@@ -130,7 +130,7 @@ async def _never_ends(request: Request, text: str) -> AsyncIterator[RequestOutpu
             request_id=request.request_id,
             token_ids=(3,),
             text=text,
-            num_prompt_tokens=len(request.prompt_token_ids),
+            prompt=PromptUse(num_tokens=len(request.prompt_token_ids)),
         )
         await asyncio.sleep(0.001)
 

@@ -5,6 +5,7 @@ What is heavy is imported by the command that needs it, so that help comes at on
 
 from __future__ import annotations
 
+import gc
 from dataclasses import asdict, dataclass, fields
 from importlib import import_module
 from pathlib import Path
@@ -129,9 +130,13 @@ def serve(given: Given) -> None:
         file=options.log_file,
         shows_prompts=options.log_prompts,
     )
-    from prefixcache.server.serve import serve as run_server
+    gc.disable()  # what a start makes stays: to look for garbage in it took a tenth of the start
+    try:
+        from prefixcache.server.serve import serve as run_server
 
-    run_server(config, options)
+        run_server(config, options)
+    finally:
+        gc.enable()
 
 
 def serve_ray(given: Given) -> None:

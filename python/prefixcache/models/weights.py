@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from safetensors import SafetensorError, safe_open
 
 from prefixcache.config.model_config import read_json_object
@@ -218,8 +217,12 @@ def with_progress(
     doing: str, total: int, items: Iterable[T], num_bytes: Callable[[T], int]
 ) -> Iterator[T]:
     """The items, of `total` bytes together; where those take long a bar shows how far they came."""
-    columns = (TextColumn(doing), BarColumn(), DownloadColumn())
-    with Progress(*columns, disable=total < _LONG_LOAD_BYTES) as progress:
+    if total < _LONG_LOAD_BYTES:
+        yield from items
+        return
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+    with Progress(TextColumn(doing), BarColumn(), DownloadColumn()) as progress:
         task = progress.add_task("", total=total)
         for item in items:
             yield item

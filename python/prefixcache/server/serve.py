@@ -184,6 +184,7 @@ def _collect_what_is_new_alone() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def warn_of_unused_variables(options: ServeOptions) -> None:

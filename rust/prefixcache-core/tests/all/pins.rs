@@ -120,6 +120,15 @@ on_each_pool! {
         pool.release(&[duplicate]).unwrap();
     }
 
+    fn an_unpin_leaves_copies_without_a_pin_at_their_places(pool) {
+        let [first, copy, other] = [1, 1, 2].map(|number| registered(pool, number));
+        pool.release(&[first, other]).unwrap();
+        let order = pool.free_order();
+        assert_eq!(pool.unpin(&[copy]), Ok(0));
+        assert_eq!(pool.free_order(), order);
+        pool.release(&[copy]).unwrap();
+    }
+
     fn pins_of_an_ended_epoch_go_first(pool) {
         let [held, free] = [registered(pool, 1), registered(pool, 2)];
         let cached = registered(pool, 3);

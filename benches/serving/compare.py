@@ -7,7 +7,8 @@
 
 Each contender is a process of its own; they take turns, window by window, and medians are shown. A
 batch is computed once and then decoded in windows. One that overruns `--limit` is out, and says so.
-Of a model in a GGUF file all compute with the same numbers: we and llama.cpp keep its blocks;
+Each number is printed as it comes, on stderr. Of a model in a GGUF file all compute with the same
+numbers: we, exactly and as we come ("int8"), and llama.cpp keep its blocks;
 transformers, vLLM, and we in another column, compute with them dequantized to each `--dtype`,
 llama.cpp with a BF16 copy. OpenVINO GenAI computes exactly in each `--dtype`, and in another column
 as it comes: int8 activations, 8-bit keys and values. The plain read goes over as many bytes as a
@@ -176,6 +177,8 @@ class Results:
     greedy: dict[str, list[int]] = field(default_factory=dict)
 
     def add(self, row: str, label: str, value: float) -> None:
+        """Prints it at once too: the table comes when all is measured."""
+        print(f"{row}, {label}: {value:,.1f}", file=sys.stderr, flush=True)
         self.values[row][label].append(value)
 
     def rounded(self) -> dict[str, dict[str, list[float]]]:
@@ -363,7 +366,7 @@ def _openvino_properties(dtypes: Sequence[str]) -> Iterator[tuple[str, dict[str,
 def _torch_entries(forms: Forms, kind: Kind, dtype: str) -> Iterator[Entry]:
     has_blocks = forms.gguf is not None
     if kind is Kind.SERVED:
-        options = {"model": str(forms.folder), "dtype": dtype}
+        options = {"model": str(forms.folder), "dtype": dtype, "cpu_activations": "exact"}
         yield Entry(f"prefixcache {dtype}", "ours", options, reads_file=has_blocks)
     if kind is Kind.INT8 and has_blocks:
         options = {"model": str(forms.folder), "dtype": dtype, "cpu_activations": "int8"}

@@ -116,7 +116,7 @@ def new_memory(num_bytes: int) -> float:
 
 def main(
     model: Annotated[Path, typer.Argument(help="A GGUF file.")],
-    cpu_activations: Annotated[str, typer.Option()] = "exact",
+    cpu_activations: Annotated[str, typer.Option()] = "auto",
     starts: Annotated[int, typer.Option(min=1)] = 3,
     num_blocks: Annotated[int, typer.Option(help="Of the KV cache.")] = 64,
 ) -> None:

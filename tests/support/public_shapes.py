@@ -250,6 +250,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     for architecture, shapes in _BY_ARCHITECTURE.items()
     for name, shape in shapes.items()
 }
+# Types of a mix that has two: of most matrices, and of those that get more bits.
+_OF_MIX = {
+    "Q3_K_M": ("Q3_K", "Q4_K"),
+    "Q4_K_M": ("Q4_K", "Q6_K"),
+    "Q5_K_M": ("Q5_K", "Q6_K"),
+    "Q2_K": ("Q2_K", "Q3_K"),
+    "IQ4_XS": ("IQ4_XS", "Q5_K"),
+}
 # Matrices that llama.cpp does not quantize.
 _KEPT = {"ffn_gate_inp.weight": Type.F32, "per_layer_model_proj.weight": Type.F16}
 
@@ -257,9 +265,17 @@ _KEPT = {"ffn_gate_inp.weight": Type.F32, "per_layer_model_proj.weight": Type.F1
 class Mix(str, Enum):
     """llama.cpp's names of what a file's tensors are quantized to."""
 
+    Q2_K = "q2_k"
+    Q3_K_M = "q3_k_m"
     Q4_K_M = "q4_k_m"
+    Q5_K_M = "q5_k_m"
+    Q6_K = "q6_k"
     Q8_0 = "q8_0"
     Q4_0 = "q4_0"
+    Q4_1 = "q4_1"
+    Q5_0 = "q5_0"
+    Q5_1 = "q5_1"
+    IQ4_NL = "iq4_nl"
     IQ4_XS = "iq4_xs"
     MXFP4_MOE = "mxfp4_moe"
 
@@ -282,16 +298,16 @@ class Mix(str, Enum):
         *_, layer, part, _ = f"0.0.{target}".split(".")
         if part == ("token_embd" if is_tied else "output"):
             return Type.Q6_K
-        if self is Mix.Q4_0:
-            return Type.Q4_0
+        usual, wider = _OF_MIX.get(self.name, (self.name, self.name))
+        if self is Mix.Q4_K_M and part == "attn_qkv":
+            return Type.Q5_K
+        is_value, is_down = part.startswith("attn_v"), part.startswith("ffn_down")
         if self is Mix.IQ4_XS:
             # As in shapes of at least four query heads a key head.
-            is_wide = part == "attn_v" or (part == "ffn_down" and int(layer) < layers // 8)
-            return Type.Q5_K if is_wide else Type.IQ4_XS
-        if part == "attn_qkv":
-            return Type.Q5_K
-        is_wide = part.startswith(("attn_v", "ffn_down")) and _gets_more_bits(int(layer), layers)
-        return Type.Q6_K if is_wide else Type.Q4_K
+            is_wide = is_value or (is_down and int(layer) < layers // 8)
+        else:
+            is_wide = (is_value or is_down) and _gets_more_bits(int(layer), layers)
+        return Type[wider if is_wide else usual]
 
 
 def _gets_more_bits(layer: int, layers: int) -> bool:

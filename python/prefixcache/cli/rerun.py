@@ -44,6 +44,7 @@ def rerun(given: Given) -> None:
     check_can_read("RECORD", path)
     about, records = _read(path)
     chosen = _chosen(records, ids)
+    about = {"activations": "exact", **about}  # as all were before they had a name
     flags = {flag: about.get(name) for name, flag in _FLAGS.items()}
     flags = {flag: value for flag, value in flags.items() if value is not None}
     _check_instructions(flags.get("cpu_instructions"))

@@ -694,9 +694,9 @@ class EngineConfig(Checked):
     )
     device: Device = flag("auto", "Where to compute.", "Model", common=True)
     cpu_activations: ActivationChoice = flag(
-        "exact",
-        "Activation precision for quantized weights on a CPU: exact, or int8, which is faster "
-        "and changes answers; auto is int8 if weights are quantized.",
+        "auto",
+        "Activation precision for quantized weights on a CPU: int8 as in llama.cpp, or exact, "
+        "which is slower; auto is int8 for most formats. See docs/guides/weights.md.",
         "Model",
         common=True,
     )
@@ -746,6 +746,11 @@ class EngineConfig(Checked):
         A flag that is None keeps its default. Raises `ConfigError` for an unknown or wrong flag.
         """
         return build(cls, named(cls, flags))
+
+    @property
+    def gets_new_weights(self) -> bool:
+        """Whether a trainer is to send weights, which compares log probabilities with its own."""
+        return self.requantize or self.cache.max_weight_staleness != 0
 
     @property
     def activations(self) -> Activations:

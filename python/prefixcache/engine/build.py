@@ -37,7 +37,7 @@ from prefixcache.kv.trace_writer import TraceWriter
 from prefixcache.models.checkpoint import model_digest
 from prefixcache.models.gguf.index import has_index, read_index
 from prefixcache.models.hub import check_complete, read_config, resolve_model
-from prefixcache.models.quantized import QUANT_FORMATS
+from prefixcache.models.quantized import INT8_FORMATS, QUANT_FORMATS
 from prefixcache.runner.base import KVSpecs, ModelSpec, Runner
 from prefixcache.scheduler.drafts import Drafter
 from prefixcache.scheduler.scheduler import Scheduler
@@ -181,12 +181,21 @@ def check_weight_format(config: EngineConfig, folder: Path) -> None:
 
 
 def _with_activations(config: EngineConfig, folder: Path) -> EngineConfig:
-    """Settles "auto": int8 where weights are quantized and the CPU's own kernels compute."""
+    """Settles "auto": int8 where the CPU's own kernels compute and all formats bear it.
+
+    It is exact for rollouts: a trainer does not round activations.
+    """
     if config.cpu_activations != "auto":
+        if config.activations == "int8" and config.gets_new_weights:
+            logger.warning(
+                "Answers are computed with int8 activations, and new weights are expected: log "
+                "probabilities differ from those of a trainer. --cpu-activations exact rounds none."
+            )
         return config
     tensors = read_index(folder).tensors if has_index(folder) else ()
-    is_quantized = any(tensor.format in QUANT_FORMATS for tensor in tensors)
-    is_int8 = is_quantized and not needs_torch(config)
+    formats = {tensor.format for tensor in tensors if tensor.format in QUANT_FORMATS}
+    bears_it = bool(formats) and formats <= INT8_FORMATS
+    is_int8 = bears_it and not config.gets_new_weights and not needs_torch(config)
     return replace(config, cpu_activations="int8" if is_int8 else "exact")
 
 
@@ -300,10 +309,11 @@ def _log_choices(config: EngineConfig, scheduler: Scheduler, spec: ModelSpec, kv
     """What was chosen where nothing was said, in one line."""
     limits = config.scheduler.limits()
     logger.info(
-        "%s on %s, attention %s. KV cache: %d blocks of %d tokens (%.2f GiB)%s, "
+        "%s%s on %s, attention %s. KV cache: %d blocks of %d tokens (%.2f GiB)%s, "
         "prefix cache %s, eviction %s. A sequence has at most %d tokens, a step %d sequences and "
         "%d tokens.",
         spec.dtype,
+        "" if config.activations == "exact" else " with int8 activations",
         spec.hardware,
         spec.attention,
         kv.sizes.start,

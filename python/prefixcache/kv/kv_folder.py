@@ -36,6 +36,15 @@ def _whole_pages(num_bytes: int) -> int:
     return -(-num_bytes // _DISK_PAGE) * _DISK_PAGE
 
 
+def _digest(facts: Mapping[str, object]) -> bytes:
+    return derive_digest("prefixcache kv file v1", json.dumps(dict(facts), sort_keys=True).encode())
+
+
+def kv_file_name(facts: Mapping[str, object], number: int = 0) -> str:
+    """The file of KV of these facts; where a server has it, another takes the next number."""
+    return f"{_digest(facts).hex()[:16]}-{number}{_SUFFIX}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileLayout:
     """The KV that one file holds: `facts` are all that its bytes depend on besides the hashes.
@@ -53,8 +62,7 @@ class FileLayout:
     @property
     def digest(self) -> bytes:
         """Stands for the facts, 32 bytes."""
-        facts = json.dumps(dict(self.facts), sort_keys=True)
-        return derive_digest("prefixcache kv file v1", facts.encode())
+        return _digest(self.facts)
 
     @property
     def about(self) -> str:
@@ -218,7 +226,7 @@ class KVFolder(PrivateFolder):
 
     def _lock_own(self, layout: FileLayout) -> tuple[str, int]:
         for number in range(_MOST_SERVERS):
-            name = f"{layout.digest.hex()[:16]}-{number}{_SUFFIX}"
+            name = kv_file_name(layout.facts, number)
             descriptor = self.lock(name, create=True)
             if descriptor is not None:
                 return name, descriptor

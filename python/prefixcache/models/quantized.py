@@ -29,6 +29,12 @@ QuantFormat = Literal[
 """The quantized formats that linear layers compute with, by GGUF's names."""
 QUANT_FORMATS: tuple[QuantFormat, ...] = get_args(QuantFormat)
 
+INT8_FORMATS: frozenset[QuantFormat] = frozenset(
+    {"Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K", "IQ4_XS"}
+)
+"""Those of which log probabilities with int8 activations were measured to be as near to float64 as
+llama.cpp's: see benches/results/weights.md. Others are exact unless int8 is asked for."""
+
 _CHUNK_NUMBERS = 1 << 20
 # Those of the gguf package, whose import takes longer than a small model's loading.
 _BLOCK_SIZES = {

@@ -259,7 +259,7 @@ class EngineReplica:
     @property
     def _served(self) -> Served:
         hashes, about = self._engine.control.prefix_hash_info(), self._built.arithmetic
-        names = ("architecture", "dtype", "activations")
+        names = ("architecture", "dtype")
         common = ", ".join(f"{name} {about[name]}" for name in names)
         return Served(
             f"weights {hashes.weights_name}, {common}, blocks of {hashes.block_size} tokens",

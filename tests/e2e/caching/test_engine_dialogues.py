@@ -26,7 +26,8 @@ SHARED, NEW_TOKENS = 1_000, 32
 
 @pytest.mark.long  # test_default_model.py compares short texts.
 def test_greedy_text_equals_that_of_transformers(tmp_path: Path) -> None:
-    llm = LLM(DEFAULT_MODEL, dtype="float32", max_model_len=4096, kv_cache_memory=1 << 30)
+    flags = {"dtype": "float32", "cpu_activations": "exact", "max_model_len": 4096}
+    llm = LLM(DEFAULT_MODEL, **flags, kv_cache_memory=1 << 30)
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     first_requests = [requests_of(chat)[0] for chat in read_dialogues(None)[:3]]
     results = [llm.chat(messages, params, use_tqdm=False)[0] for messages in first_requests]

@@ -24,6 +24,7 @@ from prefixcache import LLM, SamplingParams
 from prefixcache.cli.main import app
 from prefixcache.kv import record_writer
 from prefixcache.kv.request_records import RequestRecords, read_records
+from prefixcache.models.conversion import quantize_folder
 from prefixcache.types.request import CacheOptions, Request
 from prefixcache.types.structured_output import StructuredOutput
 from support.serving import served_folder, wait_until
@@ -86,6 +87,25 @@ def test_all_are_the_same_again(record: Path) -> None:
     assert outcomes(result)["0-1"] == "same, 6 tokens, 6 log probabilities"
     (scored,) = [one for one in read_records(record)[1] if one["id"] == "4-0"]
     assert len(scored["prompt_logprobs"]) == 40
+
+
+@pytest.mark.parametrize("activations", ["exact", "int8"])
+def test_quantized_weights_are_multiplied_as_then(
+    folders: tuple[Path, Path], tmp_path: Path, activations: str
+) -> None:
+    """A record that says nothing of activations is of a time when all were exact."""
+    (tmp_path / "blocks").mkdir()
+    quantize_folder(folders[0], tmp_path / "blocks", "Q8_0")
+    path, flags = tmp_path / "day.jsonl", {"dtype": "float32", "cpu_activations": activations}
+    llm = LLM(str(tmp_path / "blocks"), num_blocks=65, record_requests=path, **flags)
+    llm.generate(PROMPTS, DRAWN, use_tqdm=False)
+    llm._engine.close()
+    if activations == "exact":
+        about, rest = path.read_text().split("\n", 1)
+        named = json.loads(about)
+        assert named.pop("activations") == "exact"
+        path.write_text(f"{json.dumps(named)}\n{rest}")
+    assert run(path).stdout.splitlines()[-1] == "4 of 4 are the same."
 
 
 def test_an_id_chooses(record: Path) -> None:

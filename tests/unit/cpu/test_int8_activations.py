@@ -78,8 +78,8 @@ def test_schedules_change_no_bit(tmp_path: Path) -> None:
 
 
 def engine(folder: Path, **flags: Any) -> BuiltEngine:
-    cache = CacheConfig(num_blocks=64)
-    return build(EngineConfig(model=str(folder), device="cpu", cache=cache, **flags))
+    usual: dict[str, Any] = {"device": "cpu", "cache": CacheConfig(num_blocks=64)}
+    return build(EngineConfig(model=str(folder), **usual | flags))
 
 
 def test_the_root_of_hashes_tells_the_arithmetic(folder: Path) -> None:
@@ -136,15 +136,53 @@ def test_what_cannot_be_is_refused(folder: Path, flags: dict[str, Any], reason: 
 
 
 @pytest.mark.parametrize(
-    ("quant_format", "attention", "expected"),
-    [("Q4_1", "auto", "int8"), (None, "auto", "exact"), ("Q4_1", "torch", "exact")],
+    ("quant_format", "flags", "expected"),
+    [
+        ("Q8_0", {}, "int8"),
+        (None, {}, "exact"),
+        ("Q4_1", {}, "exact"),
+        ("Q8_0", {"attention": "torch"}, "exact"),
+        ("Q8_0", {"requantize": True}, "exact"),
+        ("Q8_0", {"cache": CacheConfig(num_blocks=64, max_weight_staleness=1)}, "exact"),
+    ],
 )
-def test_auto_is_int8_where_weights_are_quantized_and_our_kernels_compute(
-    tmp_path: Path, quant_format: str | None, attention: str, expected: str
+def test_it_is_the_default_where_formats_bear_it_and_our_kernels_compute(
+    tmp_path: Path, quant_format: str | None, flags: dict[str, Any], expected: str
 ) -> None:
+    """Not where a trainer sends weights: it rounds no activations."""
     place, _ = make_pair(tmp_path, "float32", quant_format, **WIDE)
-    built = engine(place, dtype="float32", cpu_activations="auto", attention=attention)
-    assert built.activations == expected
+    assert engine(place, dtype="float32", **flags).activations == expected
+
+
+def test_a_start_that_mixes_it_with_new_weights_warns(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for activations, warns in ("exact", False), ("int8", True):
+        caplog.clear()
+        engine(folder, cpu_activations=activations, requantize=True)
+        assert ("differ from those of a trainer" in caplog.text) == warns
+
+
+@pytest.mark.parametrize("tier", ["kv_cache_dir", "disk_cache_memory"])
+def test_what_was_kept_of_the_other_setting_stays(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, tier: str
+) -> None:
+    """The start says why nothing hits, once, and what reads it again."""
+    kept: dict[str, Any] = {"kv_cache_dir": tmp_path}
+    if tier == "disk_cache_memory":
+        kept = {"disk_cache_memory": 1 << 28, "disk_cache_dir": tmp_path}
+    cache, said = CacheConfig(num_blocks=64, **kept), []
+    for activations in ("exact", "int8", "int8", "exact"):
+        caplog.clear()
+        built = engine(folder, cpu_activations=activations, cache=cache)
+        said.append("--cpu-activations exact reads it again" in caplog.text)
+        names = {path.name for path in tmp_path.iterdir()}
+        built.engine.close()
+        file = built.engine._steps._runner.kv_specs().file
+        if file is not None:
+            file.close()
+    assert said == [False, True, False, False]
+    assert len([name for name in names if name.endswith((".kv", ".generation"))]) == 2
 
 
 def test_a_model_without_blocks_is_refused(tmp_path: Path) -> None:

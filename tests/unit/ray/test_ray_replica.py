@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 
+from prefixcache._core import Cpu
 from prefixcache.config.engine_config import EngineConfig
 from prefixcache.core import BlockHashes
 from prefixcache.engine.async_engine import AsyncEngine
@@ -29,6 +30,7 @@ from prefixcache.exceptions import (
     QueueFullError,
     RequestTimeoutError,
 )
+from prefixcache.models.conversion import quantize_folder
 from prefixcache.ray_serve.ray_options import RayOptions
 from prefixcache.ray_serve.replicas.replica_state import (
     UPDATE_WEIGHTS,
@@ -70,6 +72,7 @@ from prefixcache.ray_serve.replicas.replica_set import ReplicaSet
 from prefixcache.ray_serve.router import PrefixRequestRouter
 
 PROMPT = [3 + place * 7 % 370 for place in range(70)]
+EXACT = {"cpu_activations": "exact"}
 OTHER = [5 + place * 11 % 370 for place in range(70)]
 # So long that it is in flight whenever a test looks.
 LONG = 1900
@@ -383,24 +386,32 @@ async def test_a_replica_of_other_weights_does_not_start(monkeypatch, folder, ot
         assert names[0] != names[1]
 
 
-async def test_a_replica_of_another_processor_has_hashes_of_its_own(monkeypatch, folder):
+@pytest.mark.parametrize(
+    ("flags", "arithmetic"),
+    [
+        ({"cpu_instructions": "portable", **EXACT}, f"float32/portable/r{KERNEL_REVISION}"),
+        ({}, f"float32/{Cpu.available_instructions()[-1]}/r{KERNEL_REVISION}, int8"),
+    ],
+)
+async def test_a_replica_that_computes_in_another_way_has_hashes_of_its_own(
+    monkeypatch, folder, tmp_path, flags, arithmetic
+):
     """Its answers are found by them, and an ingress learns them from its first answer."""
-    commands = FakeCommands()
-    async with replica_of(monkeypatch, folder, commands=commands) as first:
+    quantize_folder(folder, tmp_path, "Q8_0")
+    folder, commands = tmp_path, FakeCommands()
+    async with replica_of(monkeypatch, folder, commands=commands, flags=EXACT) as first:
         commands.current = await first.replica_state()
-    flags = {"cpu_instructions": "portable"}
     async with replica_of(monkeypatch, folder, "b", commands=commands, flags=flags) as second:
         nobody: Any = None
         client = CommandClient(nobody, commands.current)
         [accepted, *_] = await parts_of(second, request_of(PROMPT))
         assert isinstance(accepted, Accepted)
         client.learn(accepted.state)
-        portable = f"float32/portable/r{KERNEL_REVISION}"
-        assert (await second.record_replica_metadata())["arithmetic"] == portable
-        roots = {**commands.current.roots, portable: await root_of(second)}
+        assert (await second.record_replica_metadata())["arithmetic"] == arithmetic
+        roots = {**commands.current.roots, arithmetic: await root_of(second)}
         assert client.state == dataclasses.replace(commands.current, roots=roots)
         assert len(set(roots.values())) == 2
-        [received] = _received(job_of(request_of(PROMPT), root=roots), portable)
+        [received] = _received(job_of(request_of(PROMPT), root=roots), arithmetic)
         assert received.hashes is not None
         assert second._engine.probe(received) == 64
 

@@ -83,7 +83,7 @@ def void(folder: Path, scope: bytes) -> None:
     Final when it returns, after a power loss too. Raises `OSError`.
     """
     try:
-        _generation_file(folder, scope).unlink(missing_ok=True)
+        generation_file(folder, scope).unlink(missing_ok=True)
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except FileNotFoundError:
         return
@@ -97,7 +97,7 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
-def _generation_file(folder: Path, scope: bytes) -> Path:
+def generation_file(folder: Path, scope: bytes) -> Path:
     """The random bytes that keys of the scope's generation begin with, in a file of their own.
 
     While it is missing, nothing that was put can be found.
@@ -181,7 +181,7 @@ class DiskStore:
                     raise sqlite3.DatabaseError("its pages cannot be given back")
 
     def _read_generation(self) -> None:
-        path = _generation_file(self._folder, self._scope)
+        path = generation_file(self._folder, self._scope)
         with self._transaction():  # Of several processes one makes the file.
             try:
                 generation = path.read_bytes()

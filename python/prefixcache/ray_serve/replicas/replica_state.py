@@ -25,8 +25,9 @@ class Command:
 class Served:
     """What a replica computes.
 
-    All replicas are to have the same `common`: weights, model, dtype and activations. The root hash
-    of its blocks also depends on its `arithmetic`, which names its processor's instructions.
+    All replicas are to have the same `common`: weights, model and dtype. The root hash of its
+    blocks also depends on its `arithmetic`, which names its processor's instructions and its
+    activations.
     """
 
     common: str

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,12 +12,19 @@ from pathlib import Path
 from typing import cast
 
 from prefixcache._core import Cpu
-from prefixcache.config.engine_config import CacheConfig, EngineConfig
+from prefixcache.config.engine_config import Activations, CacheConfig, EngineConfig
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.exceptions import FieldError
 from prefixcache.kv.buffers import BlockTableBuffers
-from prefixcache.kv.kv_folder import FileLayout, KeptFile, open_kept_file, program_digest
+from prefixcache.kv.kv_folder import (
+    FileLayout,
+    KeptFile,
+    kv_file_name,
+    open_kept_file,
+    program_digest,
+)
 from prefixcache.kv.specs import KVLayout
+from prefixcache.kv.tiers.disk_store import generation_file
 from prefixcache.models.arrays import DTYPES
 from prefixcache.models.checkpoint import (
     Checkpoint,
@@ -34,7 +42,7 @@ from prefixcache.models.loader import choose_dtype, load_model
 from prefixcache.models.quantized import QUANT_FORMATS
 from prefixcache.models.replaceable import ReplaceableModel
 from prefixcache.runner.base import KVSpecs, ModelMemory, ModelSpec
-from prefixcache.runner.cpu.disk import make_disk_tier
+from prefixcache.runner.cpu.disk import disk_folder, make_disk_tier, scope_of
 from prefixcache.runner.cpu.kv_memory import KVMemory
 from prefixcache.runner.cpu.linear import KernelDType
 from prefixcache.runner.cpu.model import CpuModel, attention_kernels
@@ -50,6 +58,8 @@ from prefixcache.runner.sizing import (
 )
 from prefixcache.runner.threads import num_threads
 from prefixcache.types.step_plan import StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
 
 KERNEL_REVISION = 1
 """Of the bits that the CPU's kernels compute: a change that rounds otherwise raises it."""
@@ -90,6 +100,8 @@ class CpuRunner:
         specs = _kv_specs(config, layout, DTYPES[dtype].itemsize)
         max_model_len = fitting_model_len(config, model, layout, specs.sizes.ceiling)
         facts = _kv_facts(config, layout, dtype)
+        if facts:
+            _log_unread_kv(config, model, cpu, folder)
         layout_on_disk = _file_layout(config.cache, specs, facts)
         make = partial(CpuModel, model, cpu, dtype, max_model_len, config.activations)
         cache = _weights_cache(config, model, dtype, cpu)
@@ -258,7 +270,39 @@ def _kv_facts(config: EngineConfig, layout: KVLayout, dtype: str) -> Mapping[str
             for group in layout.groups
         ],
         "states": [dataclasses.astuple(part) for part in layout.states],
+        **({"activations": "int8"} if config.activations == "int8" else {}),
     }
+
+
+def _log_unread_kv(config: EngineConfig, model: ModelConfig, cpu: Cpu, folder: Path) -> None:
+    """Says so where KV was kept of the other activations, and none yet of those of now."""
+    other: Activations = "int8" if config.activations == "exact" else "exact"
+    mine, theirs = (
+        any(place.exists() for place in _kept_places(each, model, cpu, folder))
+        for each in (config, replace(config, cpu_activations=other))
+    )
+    if theirs and not mine:
+        logger.warning(
+            "Nothing that was kept hits: it was computed with --cpu-activations %s, and this "
+            "server computes with %s. It stays, and --cpu-activations %s reads it again.",
+            *(other, config.activations, other),
+        )
+
+
+def _kept_places(
+    config: EngineConfig, model: ModelConfig, cpu: Cpu, folder: Path
+) -> Iterator[Path]:
+    """The file that KV of these activations is kept in, or that is there while the disk has any."""
+    cache = config.cache
+    dtype = _choose_dtype(config, model, cpu, folder)
+    itemsize = DTYPES[dtype].itemsize
+    layout = layout_of(config, model, itemsize)
+    facts = _kv_facts(config, layout, dtype)
+    if cache.kv_cache_dir is not None:
+        yield cache.kv_cache_dir / kv_file_name(facts)
+    if cache.disk_cache_memory is not None:
+        scope = scope_of(facts, layout.bytes_per_block(cache.block_size, itemsize))
+        yield generation_file(disk_folder(cache), scope)
 
 
 def _file_layout(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 
 from prefixcache._core import BlockStaging, derive_digest
 from prefixcache.config.engine_config import CacheConfig
@@ -18,6 +19,17 @@ _QUEUE_BYTES = 256 << 20
 _LEAST_BLOCKS = 64
 
 
+def disk_folder(cache: CacheConfig) -> Path:
+    """Where the tier's file lies."""
+    return cache.disk_cache_dir or cache_home() / "disk"
+
+
+def scope_of(facts: Mapping[str, object], bytes_per_block: int) -> bytes:
+    """Stands for all that the bytes of a block depend on besides its hash."""
+    about = json.dumps([dict(facts), bytes_per_block], sort_keys=True)
+    return derive_digest("prefixcache disk tier v1", about.encode())[:SCOPE_BYTES]
+
+
 def make_disk_tier(
     cache: CacheConfig, kv: KVMemory, facts: Mapping[str, object]
 ) -> DiskTier | None:
@@ -28,9 +40,7 @@ def make_disk_tier(
     if most < _LEAST_BLOCKS * kv.bytes_per_block:
         least = _LEAST_BLOCKS * kv.bytes_per_block
         raise FieldError("disk_cache_memory", f"must be at least {least} bytes, got {most}.")
-    folder = cache.disk_cache_dir or cache_home() / "disk"
-    about = json.dumps([dict(facts), kv.bytes_per_block], sort_keys=True)
-    scope = derive_digest("prefixcache disk tier v1", about.encode())[:SCOPE_BYTES]
+    folder, scope = disk_folder(cache), scope_of(facts, kv.bytes_per_block)
     staging = BlockStaging(
         kv.addresses,
         kv.bytes_per_tensor_block,

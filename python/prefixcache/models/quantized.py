@@ -30,7 +30,7 @@ QuantFormat = Literal[
 QUANT_FORMATS: tuple[QuantFormat, ...] = get_args(QuantFormat)
 
 INT8_FORMATS: frozenset[QuantFormat] = frozenset(
-    {"Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K", "IQ4_XS"}
+    {"Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K", "IQ4_XS"}
 )
 """Those of which log probabilities with int8 activations were measured to be as near to float64 as
 llama.cpp's: see benches/results/weights.md. Others are exact unless int8 is asked for."""

@@ -138,9 +138,9 @@ def test_what_cannot_be_is_refused(folder: Path, flags: dict[str, Any], reason: 
 @pytest.mark.parametrize(
     ("quant_format", "flags", "expected"),
     [
-        ("Q8_0", {}, "int8"),
+        ("Q4_1", {}, "int8"),
         (None, {}, "exact"),
-        ("Q4_1", {}, "exact"),
+        ("Q5_0", {}, "exact"),
         ("Q8_0", {"attention": "torch"}, "exact"),
         ("Q8_0", {"requantize": True}, "exact"),
         ("Q8_0", {"cache": CacheConfig(num_blocks=64, max_weight_staleness=1)}, "exact"),

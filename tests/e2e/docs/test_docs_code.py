@@ -32,6 +32,7 @@ from prefixcache.server import serve
 from prefixcache.server.app import create_app
 from reference.prefix_hashes import block_hashes, scoped
 from support.code_blocks import ROOT, Block, blocks
+from support.repeatable import long
 from support.server_process import PREFIXCACHE, server_process
 from support.serving import serve_folder
 
@@ -86,6 +87,8 @@ ANSWERS = {
     "What is the capital of France?": "Paris",
     "The capital of Japan is": "Tokyo",
 }
+# The portable form takes half a minute for each type and kind of activations.
+FORMS = [long(name) if name == "portable" else name for name in Cpu.available_instructions()]
 PROMPT = re.compile(r"""["']([A-Z][^"'\n]*\?|(?:The|Once) [a-z][^"'\n.]*)["']""")
 
 
@@ -94,7 +97,8 @@ def dialogues() -> list[list[dict[str, str]]]:
     engine = MagicMock()
     engine.control.endpoints = Control.endpoints
     schema = create_app(engine, MagicMock(strict=False)).openapi()
-    texts = [json.dumps(schema), inspect.getsource(serve)]
+    answered = re.sub(r'"(query|text_1)": ".*?"', "", json.dumps(schema))  # others are ranked
+    texts = [answered, inspect.getsource(serve)]
     texts += [CliRunner().invoke(app, [name, "--help"]).output for name in app.commands]
     sent = list[list[dict[str, str]]]()
     for block in BLOCKS:
@@ -115,7 +119,7 @@ def test_an_answer_to_all_that_is_asked_is_tested() -> None:
 @needs_model
 @pytest.mark.parametrize("activations", ["exact", "int8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("instructions", Cpu.available_instructions())
+@pytest.mark.parametrize("instructions", FORMS)
 def test_the_default_model_answers_rightly_in_any_arithmetic(
     instructions: str,
     dtype: str,

@@ -175,7 +175,8 @@ class _Scripted(FakeEngine):
 
     async def _said(self, request: Request) -> AsyncIterator[RequestOutput]:
         async for output in says(request, self._text):
-            yield dataclasses.replace(output, finish_reason=self._reason)
+            ending = dataclasses.replace(output.ending, finish_reason=self._reason)
+            yield dataclasses.replace(output, ending=ending)
 
     def find_grammar(self, output: StructuredOutput) -> object:
         return output

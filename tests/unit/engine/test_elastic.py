@@ -580,7 +580,8 @@ def test_sizes_out_of_order_and_beyond_the_machine_are_refused_by_name():
 
 
 def test_a_pool_that_is_too_large_is_refused_before_weights_are_read(tiny_checkpoint, tmp_path):
-    folder = tmp_path / "without weights"
-    shutil.copytree(tiny_checkpoint(), folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    folder = tmp_path / "broken weights"
+    shutil.copytree(tiny_checkpoint(), folder)
+    (folder / "model.safetensors").write_bytes(b"")
     with pytest.raises(OutOfMemoryError, match=r"needs 104,857,\d+ MiB, but only .* MiB are free"):
         LLM(str(folder), kv_cache_memory="100TiB")

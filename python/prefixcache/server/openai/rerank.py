@@ -75,7 +75,7 @@ def rerank_router(maker: JobMaker) -> APIRouter:
         },
         statuses=(404,),
         models=(RerankRequest,),
-        example={"query": "What is a cache?", "documents": ["A store of copies.", "A hat."]},
+        example={"query": "What is the capital of Japan?", "documents": ["Tokyo.", "A hat."]},
     )
     async def rerank(request: Request) -> dict[str, Any]:
         check_pooling(maker, "rank", "ranks")
@@ -107,7 +107,7 @@ def rerank_router(maker: JobMaker) -> APIRouter:
         },
         statuses=(404,),
         models=(ScoreRequest,),
-        example={"text_1": "What is a cache?", "text_2": ["A store of copies.", "A hat."]},
+        example={"text_1": "What is the capital of Japan?", "text_2": ["Tokyo.", "A hat."]},
     )
     async def score(request: Request) -> dict[str, Any]:
         check_pooling(maker, "rank", "scores")

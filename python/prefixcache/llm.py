@@ -243,7 +243,7 @@ class LLM:
             self._chat.plan(
                 conversation,
                 tool_use=use,
-                structured_output=params and params.structured_output,
+                structured_output=None if params is None else params.structured_output,
                 add_generation_prompt=add_generation_prompt and not continue_final_message,
                 continue_final_message=continue_final_message,
                 variables=chat_template_kwargs,

@@ -196,7 +196,7 @@ def convert(given: Given) -> None:
         config.model,
         config.revision,
         options.output,
-        quant_format=options.quantize and options.quantize.upper(),
+        quant_format=None if options.quantize is None else options.quantize.upper(),
         dtype=options.dequantize,
     )
     click.echo(made)

@@ -123,7 +123,7 @@ class Finding:
         """For clients, with the line that describes it."""
         shown = asdict(self)
         del shown["salt"]
-        shown["difference"] = self.difference and self.difference.as_json()
+        shown["difference"] = None if self.difference is None else self.difference.as_json()
         return shown | {"description": str(self)}
 
 

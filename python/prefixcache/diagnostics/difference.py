@@ -90,8 +90,8 @@ def find_difference(
     return Difference(
         token=token,
         character=character,
-        message=span and span.message,
-        role=span and span.role,
+        message=None if span is None else span.message,
+        role=None if span is None else span.role,
         field="template" if span is None else span.field,
         field_character=character - (0 if span is None else span.start),
         text=_word(source.text, character, span),

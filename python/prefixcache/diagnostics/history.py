@@ -182,7 +182,8 @@ class PromptHistory:
         """
         with self._lock:
             share = self._shares.get(owner, {}).get(salt)
-            order = self._everything if sees_all else None if share is None else share.order
+            own = None if share is None else share.order
+            order = self._everything if sees_all else own
             nearest = None if order is None else order.nearest(token_ids, before)
         return None if nearest is None or not nearest[1] else (nearest[0].prompt, nearest[1])
 

@@ -116,7 +116,7 @@ class Reasons:
             prompt_tokens=len(asked.token_ids),
             miss=Miss(hit, reason, detail),
             first_block=range(hit, end) if end <= len(asked.token_ids) else None,
-            nearest=best and best[0],
+            nearest=None if best is None else best[0],
             shared_tokens=best[1] if best else 0,
             disk_tokens=self._disk_tokens(asked, lookup, hit) if reason == "on_disk" else 0,
         )

@@ -177,13 +177,16 @@ class Engine:
             )
         params, rules = request.params, self.rules
         answer = self._answers.make(request, self.max_model_len)
+        matcher = None
+        if grammar is not None:
+            matcher = grammar.for_answer(ignore_eos=request.params.ignore_eos)
         seed = rules.seed(params)
         self._scheduler.add(
             request,
             seed=seed,
             end_token_ids=rules.end_token_ids(params),
             suppressed=rules.suppressed,
-            matcher=grammar and grammar.for_answer(ignore_eos=params.ignore_eos),
+            matcher=matcher,
         )
         self._answers.add(answer, seed)
 

@@ -111,7 +111,7 @@ class EventReader:
                     while message is not None:  # some may come from the process before
                         message = self._receive(live)
                     self._last_live = -1
-                    is_known = self._last_payload and self._snapshot_is_proven
+                    is_known = bool(self._last_payload) and self._snapshot_is_proven
                     yield from self._check() if is_known else self._restart()
                     connected = True
                 elif message is not None:
@@ -214,7 +214,7 @@ class EventReader:
     def _first_wanted(self) -> int:
         if self._last is None:
             return 0
-        return self._last + (self._last_payload is None)
+        return self._last + 1 if self._last_payload is None else self._last
 
     def _replayed(self, socket: zmq.Socket[bytes]) -> _Message | None:
         """The next batch of a replay; None at its end, and when nothing comes any more."""

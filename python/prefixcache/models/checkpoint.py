@@ -133,7 +133,7 @@ def model_digest(config: ModelConfig) -> str:
     fields = _counted(config, _MODEL_FIELDS)
     for name in ("rope", "local_rope"):
         rope = getattr(config, name)
-        fields[name] = rope and _counted(rope, _ROPE_FIELDS)
+        fields[name] = None if rope is None else _counted(rope, _ROPE_FIELDS)
     fields["generation"] = _counted(config.generation, _GENERATION_FIELDS)
     if config.experts is not None:
         fields["experts"] = _counted(config.experts, _EXPERTS_FIELDS)

@@ -337,6 +337,6 @@ def _received(job: RoutedJob, arithmetic: str) -> list[Request]:
     now = time.monotonic()
     hashes_of = {state: BlockHashes.from_state(state) for state in set(states)}
     return [
-        dataclasses.replace(request, arrival_time=now, hashes=state and hashes_of[state])
+        dataclasses.replace(request, arrival_time=now, hashes=hashes_of.get(state))
         for request, state in zip_longest(job.requests, states)
     ]

@@ -49,7 +49,7 @@ class HitCounter:
     def add(self, queried: int, hit: int) -> None:
         """Counts one request of `queried` tokens, `hit` of them cached."""
         self.queries += 1
-        self.hits += hit > 0
+        self.hits += 1 if hit else 0
         self.queried_tokens += queried
         self.hit_tokens += hit
         self._recent.append((queried, hit))

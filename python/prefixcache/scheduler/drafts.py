@@ -131,7 +131,8 @@ class Drafter:
         drafts = [draft for state in decodes if (draft := self._draft(state, room))]
         self._share_out(drafts, sum(chunk.count for chunk in chunks), room)
         for draft in drafts:
-            draft.count = draft.count and allocate(draft.state, draft.count)
+            if draft.count:
+                draft.count = allocate(draft.state, draft.count)
         self._planned = {draft.state.request_id: draft for draft in drafts if draft.count}
         for chunk in chunks:
             if (draft := self._planned.get(chunk.state.request_id)) is not None:

@@ -207,7 +207,7 @@ class Request:
         if self.cache.group_id is not None:
             name = (self.client, self.cache.salt, self.cache.group_id)
             return PromptGroup(name, self.cache.group_size)
-        return self.choices and PromptGroup(self.choices[:1], self.choices[1])
+        return None if self.choices is None else PromptGroup(self.choices[:1], self.choices[1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ def check_within(ranges: Sequence[RetentionRange], num_tokens: int) -> None:
 
 def clipped(ranges: Iterable[RetentionRange], num_tokens: int) -> tuple[RetentionRange, ...]:
     """What of the ranges lies in a prompt of `num_tokens` tokens, or in its answer."""
-    ends = ((hint, hint.end and min(hint.end, num_tokens)) for hint in ranges)
+    ends = ((hint, None if hint.end is None else min(hint.end, num_tokens)) for hint in ranges)
     return tuple(
         replace(hint, end=end)
         for hint, end in ends

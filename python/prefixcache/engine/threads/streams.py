@@ -141,7 +141,8 @@ class QueueBound:
         waiting = self._engine.jobs.waiting
         num_waiting, num_clients = waiting[client], len(waiting)
         own = num_waiting + list(self._on_their_way.values()).count(client)
-        return own, (self._limit or 0) // max(num_clients + (not num_waiting), 1)
+        num_sharing = num_clients if num_waiting else num_clients + 1
+        return own, (self._limit or 0) // max(num_sharing, 1)
 
     def _retry_after(self) -> int:
         return min(max(math.ceil(self._last_wait), 1), _LONGEST_RETRY)

@@ -193,4 +193,6 @@ def _between_ids(first: int, last: int) -> slice:
 
 def _widest(num_bytes: int) -> npt.DTypeLike:
     """The type of the largest numbers that `num_bytes` are made of."""
-    return np.int64 if num_bytes % 8 == 0 else np.int16 if num_bytes % 2 == 0 else np.uint8
+    if num_bytes % 8 == 0:
+        return np.int64
+    return np.int16 if num_bytes % 2 == 0 else np.uint8

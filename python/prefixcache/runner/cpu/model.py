@@ -131,7 +131,8 @@ class CpuModel:
         self._head = self._linear(shape.head)
         tied = self._head if config.tie_word_embeddings else None
         self._embedding = self._make_embedding(EMBEDDING, shape.head, tied)
-        self._own_inputs = shape.own_inputs and self._make_own_inputs(shape.own_inputs)
+        own = shape.own_inputs
+        self._own_inputs = None if own is None else self._make_own_inputs(own)
         self._rotated = [rotation.rotated for rotation in shape.rotations]
         self._rotations = [
             rotation.tables(rotation.rotated, max_positions) for rotation in shape.rotations

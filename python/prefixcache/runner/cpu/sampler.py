@@ -63,7 +63,8 @@ class Sampler:
 def _output(token: int | None, logprobs: Found | None) -> SequenceOutput:
     if token is None:
         return SequenceOutput(error=UNUSABLE)
-    return SequenceOutput(token_id=token, logprobs=logprobs and TokenLogprobs(*logprobs))
+    scored = None if logprobs is None else TokenLogprobs(*logprobs)
+    return SequenceOutput(token_id=token, logprobs=scored)
 
 
 def _options(row: SamplingInput, mask: npt.NDArray[np.int32] | None) -> SamplerRow:

@@ -85,14 +85,14 @@ def health_router(
     @describes_version
     async def show_version() -> dict[str, Any]:
         control = None if engine.dead else engine.control
-        weights = control and control.weights_info()
+        weights = None if control is None else control.weights_info()
         return {
             "version": VERSION,
             "batch_invariant": served.batch_invariant,
             "dtype": served.dtype,
             "cpu_activations": served.activations,
             "weights": None if weights is None else asdict(weights),
-            "prefix_hash": control and asdict(control.prefix_hash_info()),
+            "prefix_hash": None if control is None else asdict(control.prefix_hash_info()),
         }
 
     @router.get("/metrics")

@@ -131,7 +131,7 @@ def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
     body = {
         "message": message,
         "type": _types_of(status)[0],
-        "param": param and shortened(param, _MOST_PARAM_CHARACTERS),
+        "param": None if param is None else shortened(param, _MOST_PARAM_CHARACTERS),
         "code": getattr(error, "code", None),
     }
     return status, {"error": body}

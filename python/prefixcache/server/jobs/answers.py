@@ -417,8 +417,10 @@ def comparison_fields(
     job: Job, name: str, worded: Callable[[Comparison], object]
 ) -> dict[str, Any]:
     """`diagnosis_fields`, and under `name` how the prompt compares, where that was asked for."""
-    comparison = job.diagnosis and job.diagnosis.comparison
-    return diagnosis_fields(job) | ({} if comparison is None else {name: worded(comparison)})
+    shown = diagnosis_fields(job)
+    if job.diagnosis is not None and job.diagnosis.comparison is not None:
+        shown[name] = worded(job.diagnosis.comparison)
+    return shown
 
 
 def _admitted(job: Job, choices: Sequence[AnswerChoice]) -> list[Admitted | None]:

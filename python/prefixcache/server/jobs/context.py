@@ -97,7 +97,7 @@ def new_call(request: Request, prefix: str) -> Call:
         id=f"{prefix}-{state.request_id}",
         caller=state.caller,
         receive=request.receive,
-        address=request.client and request.client.host,
+        address=None if request.client is None else request.client.host,
         outcome=state.outcome,
         deadline=state.deadline,
         body=state.body,

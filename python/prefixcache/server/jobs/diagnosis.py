@@ -208,10 +208,11 @@ def explanation_fields(
         "disk_tokens": explanation.disk_tokens,
         "reason": explanation.miss.reason,
         "description": str(explanation),
-        "first_missed_block": block and {"start": block.start, "end": block.stop},
-        "lost": lost and asdict(lost),
-        "earlier": explanation.nearest
-        and _earlier_fields(explanation.nearest, explanation.shared_tokens, prompt, caller),
+        "first_missed_block": {"start": block.start, "end": block.stop} if block else None,
+        "lost": None if lost is None else asdict(lost),
+        "earlier": None
+        if explanation.nearest is None
+        else _earlier_fields(explanation.nearest, explanation.shared_tokens, prompt, caller),
     }
 
 
@@ -227,7 +228,7 @@ def _earlier_fields(
         "request_id": earlier.request_id if is_own else None,
         "ago_s": max(0.0, time.monotonic() - earlier.arrival),
         "shared_tokens": shared,
-        "difference": difference and difference.as_json(),
+        "difference": None if difference is None else difference.as_json(),
     }
 
 

@@ -30,8 +30,13 @@ def completion_logprobs(
     texts = [token_text(tokenizer, token_id) for token_id, _ in tokens]
     return {
         "tokens": texts,
-        "token_logprobs": [scored and _finite(scored.logprob) for _, scored in tokens],
-        "top_logprobs": (scored and _top_dict(scored, num_top, tokenizer) for _, scored in tokens),
+        "token_logprobs": [
+            None if scored is None else _finite(scored.logprob) for _, scored in tokens
+        ],
+        "top_logprobs": (
+            None if scored is None else _top_dict(scored, num_top, tokenizer)
+            for _, scored in tokens
+        ),
         "text_offset": [offsets.next(tokenizer.token_bytes(token_id)) for token_id, _ in tokens],
     }
 
@@ -50,7 +55,9 @@ def prompt_logprobs(
 
     The maps of a long prompt take so much memory that they are made as they are written.
     """
-    return (scored and _prompt_token(scored, num_top, tokenizer) for scored in logprobs)
+    return (
+        None if scored is None else _prompt_token(scored, num_top, tokenizer) for scored in logprobs
+    )
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:

@@ -30,7 +30,7 @@ def sampling_params(
     _check_stream_fields(fields)
     given = {name: getattr(fields, name) for name in _PASSED_ON}
     chosen = {name: value for name, value in given.items() if value is not None}
-    allowed = fields.allowed_token_ids
+    allowed, structured = fields.allowed_token_ids, fields.structured_output
     params = SamplingParams(
         **{**served.generation.sampling_options(), **chosen},
         max_tokens=max_tokens,
@@ -38,7 +38,7 @@ def sampling_params(
         stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
         stop_token_ids=tuple(fields.stop_token_ids or ()),
         logit_bias=_logit_bias(fields.logit_bias or {}),
-        structured_output=fields.structured_output and fields.structured_output[1],
+        structured_output=None if structured is None else structured[1],
         allowed_token_ids=None if allowed is None else tuple(allowed),
         bad_words=tuple(fields.bad_words or ()),
     )

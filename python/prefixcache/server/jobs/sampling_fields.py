@@ -151,7 +151,9 @@ class SamplingFields(RequestFields, GuidedFields):
     def most_tokens(self, default: int | None) -> int | None:
         """Most tokens of the answer, `default` where the client does not say; None is no limit."""
         given = self.given_max_tokens
-        return default if given is None else given if given != _NO_LIMIT else None
+        if given is None:
+            return default
+        return None if given == _NO_LIMIT else given
 
     @cached_property
     def structured_output(self) -> Named | None:

@@ -46,7 +46,7 @@ class HeaderLines:
         content = message["content"]
         if isinstance(content, list):
             return {**message, "content": [*map(self._part, cast("list[object]", content))]}
-        return {**message, "content": content and self.stripped(content)}
+        return {**message, "content": self.stripped(content) if content else content}
 
     def _part(self, part: object) -> object:
         """Parts that are not text are rejected by the endpoint."""

@@ -101,7 +101,7 @@ def schema_problem(grammar: str, error: str) -> tuple[str, str] | None:
     if place is None or int(place[1]) > len(lines):
         return None
     rule = _SCHEMA_RULE.match(lines[int(place[1]) - 1])
-    return rule and (f"tools[{rule[1]}].function.parameters", place[2])
+    return None if rule is None else (f"tools[{rule[1]}].function.parameters", place[2])
 
 
 def escaped(regex: str) -> str:

@@ -101,7 +101,9 @@ class ChatFormat:
             if self._is_harmony and marker in tokenizer.added_token_ids
         )
         self._tools = self._tool_format(tool_call_parser)
-        self._writer = template and PromptWriter(template, self._tools, is_harmony=self._is_harmony)
+        self._writer = None
+        if template is not None:
+            self._writer = PromptWriter(template, self._tools, is_harmony=self._is_harmony)
         self._library = self._response_template(tokenizer, tool_call_parser)
         self._reasoning = self._reasoning_format(reasoning_parser)
 

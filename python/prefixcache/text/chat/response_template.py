@@ -81,8 +81,8 @@ class ResponseTemplateParser:
         for event in events:
             name, kind = event["field"], event["type"]
             if kind == "region_chunk":
-                kept = content if name == "content" else reasoning if name in _REASONING else None
-                (self._unread if kept is None else kept).append(event["text"])
+                other = reasoning if name in _REASONING else self._unread
+                (content if name == "content" else other).append(event["text"])
             elif kind == "region_close":
                 if name != self._calls_field or not self._read_calls(event["value"]):
                     content += self._unread

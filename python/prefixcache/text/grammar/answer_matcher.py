@@ -226,7 +226,7 @@ class _Track:
         other = _Track(self._grammar)
         with self._changing:
             other._state, other.error = self._state, self.error
-            other._matcher = self._matcher and self._matcher.copy()
+            other._matcher = None if self._matcher is None else self._matcher.copy()
         return other
 
     def words_after(self, token_id: int) -> Words:

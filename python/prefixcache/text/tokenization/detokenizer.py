@@ -56,9 +56,9 @@ class IncrementalDetokenizer:
         self._skipped = tokenizer.special_token_ids if params.skip_special_tokens else frozenset()
         self._utf8 = _Utf8Decoder("replace")
         self._automaton = stops or (StopStrings(params.stop) if params.stop else None)
-        self._held = self._automaton and _HeldBack(
-            self._automaton, params.stop, params.include_stop_str_in_output
-        )
+        self._held = None
+        if self._automaton is not None:
+            self._held = _HeldBack(self._automaton, params.stop, params.include_stop_str_in_output)
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._num_tokens = 0

@@ -145,7 +145,7 @@ def to_json(report: Report) -> dict[str, Any]:
     return {
         "command": report.command,
         "date": now(),
-        "ttft_model": report.model and asdict(report.model),
+        "ttft_model": None if report.model is None else asdict(report.model),
         "goodput": report.goodput,
         "remarks": remarks(report),
         "verdicts": list(report.verdicts),
@@ -162,5 +162,5 @@ def _trace_json(trace: TraceResult) -> dict[str, Any]:
 def _row_json(row: Row) -> dict[str, Any]:
     setting = asdict(row.setting)
     del setting["model"]
-    setting["disk"] = row.setting.disk and str(row.setting.disk)
+    setting["disk"] = None if row.setting.disk is None else str(row.setting.disk)
     return setting | asdict(row) | {"setting": row.setting.name, "size": str(row.size)}

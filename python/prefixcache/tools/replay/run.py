@@ -218,7 +218,7 @@ def trace_bytes(path: Path) -> int:
 def num_passes(cells: Sequence[tuple[Setting, Size]], bounds: bool) -> int:
     """How often a trace is read."""
     sizes = [size for setting, size in cells for size in (size, setting.disk) if size is not None]
-    return 1 + (bounds and any(size.is_percent for size in sizes))
+    return 2 if bounds and any(size.is_percent for size in sizes) else 1
 
 
 def _pass(

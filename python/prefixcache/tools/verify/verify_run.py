@@ -40,7 +40,7 @@ async def verify_with(asker: Asker, options: VerifyOptions, seed: int, command: 
         api=options.api,
         seed=seed,
         tolerance=options.tolerance,
-        cooling=cooling and cooling.name,
+        cooling=None if cooling is None else cooling.name,
         notes=tuple(asker.notes),
         rounds=tuple([each_round async for each_round in plan.rounds()]),
         command=command,

@@ -123,7 +123,7 @@ class Planner:
         """Makes the kernels; those of graphs go."""
         self._page_size = page_size
         self._prefill = self._makes.prefill(page_size)
-        self._decode = self._make_decode and self._make_decode(page_size)
+        self._decode = None if self._make_decode is None else self._make_decode(page_size)
         self._graphs, self._latest = {}, None
 
     @property

@@ -26,7 +26,7 @@ def harmony_grammar(
             raise wrong("tool_choice", "must be 'none' or 'auto' where a message is continued")
         return output
     if use.mode == "none" and (output is None or output.kind == "grammar"):
-        return output and dataclasses.replace(output, begin_after=FINAL)
+        return None if output is None else dataclasses.replace(output, begin_after=FINAL)
     text = "\n".join(_rules(use, output, markers))
     return StructuredOutput("grammar", text)
 

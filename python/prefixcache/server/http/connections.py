@@ -10,7 +10,7 @@ sent before the answer is out, the answer is the last.
 from __future__ import annotations
 
 import socket
-from asyncio import BaseTransport, TimerHandle
+from asyncio import AbstractEventLoop, BaseTransport, TimerHandle, Transport
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -83,8 +83,6 @@ class Connection(HttpToolsProtocol):
         self._limits = limits
         self._before_made = before_made
         self._timer: TimerHandle | None = None
-        self._write_timer: TimerHandle | None = None
-        self._num_unread_bytes = 0
         self._in_head = True
         self._num_framing_bytes = 0
         self._num_body_bytes = 0
@@ -93,6 +91,7 @@ class Connection(HttpToolsProtocol):
         """Takes the connection, if need be in the place of another."""
         self._before_made()
         super().connection_made(cast("Any", _WhileOpen(transport)))
+        self._reading = _ReadingClient(self.transport, self.loop, self._limits.write_seconds)
         _notice_lost_clients(transport.get_extra_info("socket"), self._limits.write_seconds)
         self._await_request()
         self._start_timer()
@@ -111,7 +110,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Ends what waits for the connection."""
         self._forget_request()
-        self._stop_write_timer()
+        self._reading.stop()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -135,12 +134,12 @@ class Connection(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """The client reads more slowly than the answer comes; the application waits."""
         super().pause_writing()
-        self._start_write_timer()
+        self._reading.start()
 
     def resume_writing(self) -> None:
         """The client has read what waited."""
         super().resume_writing()
-        self._stop_write_timer()
+        self._reading.stop()
 
     def send_400_response(self, msg: str) -> None:
         """The parser refused what has come, or was stopped at a pipelined request."""
@@ -195,8 +194,8 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """The answer has gone out; uvicorn bounds the wait for the next request's first byte."""
         super().on_response_complete()
-        if self._write_timer is None and self.transport.get_write_buffer_size():
-            self._start_write_timer()
+        if not self._reading.is_timed and self.transport.get_write_buffer_size():
+            self._reading.start()
         if self._is_answered() and not self.transport.is_closing():
             self._await_request()
 
@@ -216,28 +215,6 @@ class Connection(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-    def _start_write_timer(self) -> None:
-        self._stop_write_timer()
-        self._num_unread_bytes = self.transport.get_write_buffer_size()
-        seconds = self._limits.write_seconds
-        self._write_timer = self.loop.call_later(seconds, self._on_write_timer)
-
-    def _stop_write_timer(self) -> None:
-        if self._write_timer is not None:
-            self._write_timer.cancel()
-            self._write_timer = None
-
-    def _on_write_timer(self) -> None:
-        """Waits on for who reads; for others what they did not read is thrown away."""
-        unread = self.transport.get_write_buffer_size()
-        num_read = self._num_unread_bytes - unread
-        if not unread:
-            self._write_timer = None
-        elif num_read >= self._limits.write_seconds * _LEAST_BYTES_A_SECOND:
-            self._start_write_timer()
-        else:
-            self.transport.abort()
 
     def _on_timer(self) -> None:
         if self._may_go_on():
@@ -277,6 +254,44 @@ class Connection(HttpToolsProtocol):
             head = b"".join([STATUS_LINE[response.status_code], *lines, b"\r\n"])
             self.transport.write(head + bytes(response.body))
         self.transport.close()
+
+
+class _ReadingClient:
+    """Ends a connection whose client reads too little of what waits for it, in `seconds`."""
+
+    def __init__(self, transport: Transport, loop: AbstractEventLoop, seconds: float) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._seconds = seconds
+        self._timer: TimerHandle | None = None
+        self._num_unread_bytes = 0
+
+    @property
+    def is_timed(self) -> bool:
+        return self._timer is not None
+
+    def start(self) -> None:
+        """Times how much it reads from here on."""
+        self.stop()
+        self._num_unread_bytes = self._transport.get_write_buffer_size()
+        self._timer = self._loop.call_later(self._seconds, self._on_timer)
+
+    def stop(self) -> None:
+        """Nothing waits for it any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _on_timer(self) -> None:
+        """Waits on for who reads; for others what they did not read is thrown away."""
+        unread = self._transport.get_write_buffer_size()
+        num_read = self._num_unread_bytes - unread
+        if not unread:
+            self._timer = None
+        elif num_read >= self._seconds * _LEAST_BYTES_A_SECOND:
+            self.start()
+        else:
+            self._transport.abort()
 
 
 def _notice_lost_clients(connection: socket.socket | None, seconds: float) -> None:

@@ -22,6 +22,7 @@ from unittest import mock
 import numpy as np
 
 from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.kv.cache_settings import CacheSettings
 from prefixcache.kv.elastic import ElasticPool
 from prefixcache.kv.specs import KVGroup, KVLayout, PoolSizes
 from prefixcache.runner.cpu import kv_memory
@@ -54,7 +55,7 @@ class Timed:
 
 
 def cached_pool(num_blocks: int, page_bytes: int) -> tuple[CacheManager, KVMemory]:
-    cache = CacheManager(num_blocks, BLOCK, max_blocks=num_blocks, model="m")
+    cache = CacheManager(CacheSettings(num_blocks=num_blocks, block_size=BLOCK, model="m"))
     kv = KVMemory(
         layout=LAYOUT,
         num_blocks=num_blocks,
@@ -71,7 +72,7 @@ def cached_pool(num_blocks: int, page_bytes: int) -> tuple[CacheManager, KVMemor
 
 def fill(cache: CacheManager, order: str) -> None:
     """Caches prompts until every block has content, then uses them again in the order wanted."""
-    count = cache.num_usable_blocks // PROMPT_BLOCKS
+    count = cache.size.num_usable_blocks // PROMPT_BLOCKS
     tokens = PROMPT_BLOCKS * BLOCK
     requests = [
         Request(
@@ -122,7 +123,7 @@ def measure(
         pass
     total, status = clock() - begun, pool.status
     assert status.is_done
-    cache.validate()
+    cache.core.validate()
     begun = clock()
     pool.resize(num_blocks)
     growing = clock() - begun

@@ -16,6 +16,7 @@ from prefixcache.config.model_config import ModelConfig
 from prefixcache.engine.engine import Engine
 from prefixcache.engine.request_rules import RequestRules
 from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.kv.cache_settings import CacheSettings
 from prefixcache.kv.specs import kv_layout
 from prefixcache.models.replaceable import ReplaceableModel
 from prefixcache.runner.torch.attention.base import AttentionBackend, AttentionBatch, AttentionSpec
@@ -99,7 +100,11 @@ class System:
             model, partial(_empty_model, model.config, model.device, setup.max_model_len), None
         )
         layout = kv_layout(model.config)
-        cache = CacheManager(num_blocks, BLOCK_SIZE, groups=layout.kinds, model="m")
+        cache = CacheManager(
+            CacheSettings(
+                num_blocks=num_blocks, block_size=BLOCK_SIZE, groups=layout.kinds, model="m"
+            )
+        )
         scheduler = Scheduler(
             config.scheduler,
             cache,

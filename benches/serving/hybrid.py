@@ -35,6 +35,7 @@ from prefixcache.engine.engine import Engine
 from prefixcache.engine.request_rules import RequestRules
 from prefixcache.kv.buffers import BlockTableBuffers
 from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.kv.cache_settings import CacheSettings
 from prefixcache.kv.retention import Retention
 from prefixcache.kv.specs import GroupKind
 from prefixcache.scheduler.scheduler import Scheduler
@@ -240,10 +241,7 @@ def simulated(row: str) -> Engine:
     windows = SHAPE["num_hidden_layers"] - 1
     groups: list[GroupKind] = ["full", *[("sliding_window", WINDOW)] * windows]
     cache = TablelessCache(
-        NUM_BLOCKS,
-        BLOCK,
-        model="m",
-        groups=groups,
+        CacheSettings(num_blocks=NUM_BLOCKS, block_size=BLOCK, model="m", groups=groups),
         retention=Retention.of(config, groups),
         merge_twins=config.cache.merge_duplicate_blocks,
     )

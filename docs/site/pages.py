@@ -109,7 +109,7 @@ def metrics() -> str:
     from prefixcache.diagnostics.room import CacheDiagnostics
     from prefixcache.engine.residency import BlockResidency
     from prefixcache.events.publisher import EventPublisher
-    from prefixcache.kv.trace_writer import TraceWriter
+    from prefixcache.kv.recordings.trace_writer import TraceWriter
     from prefixcache.types.modes import WeightsInfo
 
     parts: dict[str, Any] = {

@@ -106,13 +106,13 @@ def make_pool(
 ) -> ElasticPool:
     """A pool around the runner's memory, of which `cache` may use all up to its `max_blocks`."""
     sizes = PoolSizes(
-        start=cache.num_blocks,
-        ceiling=cache.max_blocks,
+        start=cache.size.num_blocks,
+        ceiling=cache.size.max_blocks,
         floor=floor,
         block_bytes=BLOCK_BYTES,
-        free_bytes=cache.max_blocks * BLOCK_BYTES,
+        free_bytes=cache.size.max_blocks * BLOCK_BYTES,
     )
-    blocks = make_blocks(runner, cache.num_blocks)
+    blocks = make_blocks(runner, cache.size.num_blocks)
     return ElasticPool(cache, blocks, sizes, clock=clock or (lambda: 0.0), **options)
 
 

@@ -8,14 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fakes.fake_blocks import make_pool
+from fakes.fake_cache import make_cache
 from fakes.fake_runner import FakeRunner
 from fakes.late_runner import LateRunner
 from fakes.plain_runner import VOCAB_SIZE
 from prefixcache.config.engine_config import SchedulerConfig
 from prefixcache.engine.engine import Engine
 from prefixcache.engine.request_rules import RequestRules
-from prefixcache.kv.cache_manager import CacheManager, GroupKind
+from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.retention import Retention
+from prefixcache.kv.specs import GroupKind
 from prefixcache.scheduler.drafts import Drafter
 from prefixcache.scheduler.scheduler import Scheduler
 from prefixcache.scheduler.step_time import StepLoad
@@ -79,7 +81,7 @@ def make_engine(
     pool_options: Mapping[str, Any] | None = None,
     runner: FakeRunner | None = None,
     drafter: Drafter | None = None,
-    make_cache: Callable[..., CacheManager] = CacheManager,
+    make_cache: Callable[..., CacheManager] = make_cache,
     make_runner: Callable[..., FakeRunner] | None = None,
     make_memory: Callable[[Any], Any] = lambda _: None,
     **parts: Any,

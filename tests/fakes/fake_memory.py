@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from fakes.fake_cache import make_cache
 from fakes.fake_engine import make_engine
 from fakes.fake_runner import FakeRunner, window_of
 from fakes.late_runner import LateRunner
@@ -18,7 +19,8 @@ from fakes.plain_runner import next_token
 from prefixcache.engine.engine import Engine
 from prefixcache.engine.weight_versions import content_name
 from prefixcache.exceptions import ModelLoadError
-from prefixcache.kv.cache_manager import CacheManager, GroupKind
+from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.kv.specs import GroupKind
 from prefixcache.models.checkpoint import Checkpoint
 from prefixcache.types.request import TokenLogprobs
 from prefixcache.types.step_plan import (
@@ -181,6 +183,6 @@ def make_versioned_engine(
     return make_engine(
         make_runner=LateVersionedRunner if ahead else VersionedRunner,
         make_memory=FakeMemory,
-        make_cache=partial(CacheManager, **cache),
+        make_cache=partial(make_cache, **cache),
         **options,
     )

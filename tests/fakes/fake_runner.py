@@ -19,7 +19,7 @@ import numpy.typing as npt
 from fakes.plain_runner import KnownStep, PlainRunner, next_token
 from prefixcache.engine.async_engine import AsyncEngine
 from prefixcache.kv.buffers import BlockTableBuffers
-from prefixcache.kv.cache_manager import GroupKind
+from prefixcache.kv.specs import GroupKind
 from prefixcache.types.step_plan import ScheduledSequence, SequenceOutput, StepPlan
 
 T = TypeVar("T")

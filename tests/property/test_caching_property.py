@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fakes.fake_engine import make_engine, make_request
 from fakes.fake_runner import answer_alone
-from prefixcache.kv.cache_manager import GroupKind
+from prefixcache.kv.specs import GroupKind
 from prefixcache.types.request import CacheOptions, RequestOutput
 from support.repeatable import bounded
 
@@ -76,7 +76,7 @@ def test_what_is_read_and_written_is_what_the_rule_says(
         outputs: list[RequestOutput] = []
         while engine.has_unfinished():
             outputs += engine.step()
-        cache.validate()
+        cache.core.validate()
         reported = [(output.num_cached_tokens, output.num_written_tokens) for output in outputs]
         assert reported == reported[:1] * len(reported), "usage is known with the first token"
         read, wrote = reported[0]

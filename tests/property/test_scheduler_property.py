@@ -26,6 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fakes.fake_blocks import KeptBlocks, slow_clock
+from fakes.fake_cache import make_cache
 from fakes.fake_engine import RandomChunks, make_engine
 from fakes.fake_runner import FakeRunner, answer_alone
 from fakes.late_runner import LateRunner, LateStep
@@ -34,9 +35,10 @@ from fakes.plain_runner import VOCAB_SIZE
 from prefixcache.engine.engine import Engine
 from prefixcache.engine.weight_versions import content_name
 from prefixcache.exceptions import RequestTooLargeError
-from prefixcache.kv.cache_manager import CacheManager, GroupKind
+from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.kv_folder import KeptFile
 from prefixcache.kv.retention import Retention
+from prefixcache.kv.specs import GroupKind
 from prefixcache.runner.cpu import kv_memory
 from prefixcache.scheduler.publishing import Publisher
 from prefixcache.scheduler.scheduler import Scheduler
@@ -209,7 +211,7 @@ class Run:
         self.answers: dict[str, list[int]] = {}
         blocks = {} if folder is None else {"make_blocks": partial(KeptBlocks, folder=folder)}
         self.engine, self.runner, self.cache = make_engine(
-            make_cache=partial(CacheManager, weights=content_name("a")),
+            make_cache=partial(make_cache, weights=content_name("a")),
             num_blocks=setup.num_blocks,
             block_size=BLOCK,
             max_num_seqs=setup.max_num_seqs,
@@ -287,7 +289,7 @@ class Run:
             for at, size in self.setup.resizes:
                 if at == step:
                     self.resize(1 + size * len(self.setup.groups))
-            self.cache._cache.set_time(step)
+            self.cache.core.set_time(step)
             if step in self.setup.clears_at:
                 self.engine.control.reset_prefix_cache()
             if step in self.setup.new_weights_at:
@@ -316,11 +318,11 @@ class Run:
         pool = self.engine._pool
         if pool is None:
             return
-        held = self.cache.held_blocks(self.cache.num_blocks)
-        assert {*range(self.cache.num_blocks), *held} <= pool.memory.usable
+        held = self.cache.held_blocks(self.cache.size.num_blocks)
+        assert {*range(self.cache.size.num_blocks), *held} <= pool.memory.usable
         assert pool.status.blocks_held_above in (0, len(set(held)))
         if pool.status.is_done:
-            assert pool.memory.usable == set(range(self.cache.num_blocks))
+            assert pool.memory.usable == set(range(self.cache.size.num_blocks))
 
     def add(self, name: str, arrival: Arrival) -> None:
         request = Request(
@@ -347,7 +349,7 @@ class Run:
     def fits(self, arrival: Arrival) -> bool:
         total = len(arrival.prompt) + arrival.max_tokens
         most = self.reference.most_blocks(total - 1, self.setup.max_num_batched_tokens)
-        return total <= self.setup.max_model_len and most < self.cache.attainable_blocks
+        return total <= self.setup.max_model_len and most < self.cache.size.attainable_blocks
 
     def fits_the_least(self, arrival: Arrival) -> bool:
         """Whether the request fits the smallest pool that there was."""
@@ -360,7 +362,7 @@ class Run:
         self.engine.requests.drain()
         self.check_new_plans()
         self.take(self.engine.take_outputs())
-        self.cache.new_weight_version()
+        self.cache.versions.renew()
         if self.setup.in_flight == "recompute":
             self.engine.requests.restart_all()
             self.take(self.engine.take_outputs())
@@ -373,7 +375,7 @@ class Run:
         self.take(self.engine.step())
         for error in self.wrong:
             raise error
-        self.cache.validate()
+        self.cache.core.validate()
         self.check_pool()
         gone = set(ran) - set(self.running()) - set(self.ends)
         assert gone == set(ran[len(ran) - len(gone) :]), "the last in order are preempted"
@@ -451,10 +453,11 @@ class Run:
             self.take(self.engine.step())
         self.check_pool()
         assert self.engine._pool is None or self.engine._pool.status.is_done
-        assert self.cache.num_free_blocks == self.cache.num_blocks - 1
+        assert self.cache.core.num_free_blocks == self.cache.size.num_blocks - 1
         retention = self.setup.retention or Retention()
-        most = int(retention.pin_max_share * self.cache.num_usable_blocks) if retention.pin else 0
-        assert 0 <= self.cache.stats()["pinned_blocks"] <= most
+        share = retention.pin_max_share if retention.pin else 0
+        most = int(share * self.cache.size.num_usable_blocks)
+        assert 0 <= self.cache.core.stats()["pinned_blocks"] <= most
         for name, arrival in self.accepted.items():
             ends = [EOS, *arrival.stop_token_ids]
             alone = self.answer(arrival)

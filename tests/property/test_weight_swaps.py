@@ -69,8 +69,8 @@ class SteppedHammer:
             self.take(self.engine.take_outputs(), weights)
         while self.engine.has_unfinished():
             self.step()
-        self.cache.validate()
-        assert self.cache.num_free_blocks == self.cache.num_blocks - 1
+        self.cache.core.validate()
+        assert self.cache.core.num_free_blocks == self.cache.size.num_blocks - 1
         assert not self.answers
 
     def arrive(self) -> None:
@@ -157,8 +157,8 @@ def test_every_answer_is_that_of_the_weights_it_ended_under(seed: int, ahead: bo
 
 
 def _skip_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = "prefixcache.kv.cache_manager.CacheManager.new_weight_version"
-    monkeypatch.setattr(cache, lambda self, weights: self.weight_version + 1)
+    cache = "prefixcache.kv.versions.CacheVersions.renew"
+    monkeypatch.setattr(cache, lambda self, weights: self._core.weight_version + 1)
 
 
 def _keep_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +173,7 @@ def _keep_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _sleep_without_forgetting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefixcache.kv.cache_manager.CacheManager.reset", lambda self: None)
+    monkeypatch.setattr("prefixcache.kv.versions.CacheVersions.reset", lambda self: None)
 
 
 @pytest.mark.long

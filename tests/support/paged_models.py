@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from fakes.fake_cache import make_cache
 from prefixcache.config.engine_config import SchedulerConfig
-from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.specs import kv_layout
 from prefixcache.models.replaceable import ReplaceableModel
 from prefixcache.runner.torch.attention.base import AttentionBackend, AttentionSpec
@@ -51,7 +51,7 @@ class PagedServer:
         step_sizes: Sequence[int] = (),
     ) -> None:
         layout = kv_layout(model.config)
-        self.cache = CacheManager(num_blocks, block_size, groups=layout.kinds, model="m")
+        self.cache = make_cache(num_blocks, block_size, groups=layout.kinds, model="m")
         config = SchedulerConfig(max_num_seqs=max_seqs, max_num_batched_tokens=max_tokens)
         self.scheduler = Scheduler(config, self.cache, max_model_len=max_model_len)
         self.attention = grouped_attention(model, make_attention)

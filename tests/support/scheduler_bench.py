@@ -39,7 +39,7 @@ class Bench:
 
     def step(self) -> StepPlan:
         plan = self.scheduler.schedule()
-        self.cache.validate()
+        self.cache.core.validate()
         if not plan.sequences:
             return plan
         self.cache.fill(plan, self.runner.block_tables)
@@ -50,7 +50,7 @@ class Bench:
                 self.answers[sequence.request_id].append(output.token_id)
         full = [i for i, answer in self.answers.items() if len(answer) == self.limits[i]]
         self.scheduler.finish(full, ended_well=full)
-        self.cache.validate()
+        self.cache.core.validate()
         return plan
 
     def run(self, limit: int = 1000) -> None:

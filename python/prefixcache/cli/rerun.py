@@ -19,7 +19,7 @@ from prefixcache.tools.results import check_can_read
 
 if TYPE_CHECKING:
     from prefixcache.engine.build import BuiltEngine
-    from prefixcache.kv.request_records import WholeAnswer
+    from prefixcache.kv.recordings.request_records import WholeAnswer
 
 _Record = Mapping[str, Any]
 # Flags by what a record calls them.
@@ -61,7 +61,7 @@ def rerun(given: Given) -> None:
 
 
 def _read(path: Path) -> tuple[_Record, list[dict[str, Any]]]:
-    from prefixcache.kv.request_records import read_records
+    from prefixcache.kv.recordings.request_records import read_records
 
     try:
         return read_records(path)
@@ -140,7 +140,7 @@ def _why_not(built: BuiltEngine, about: _Record, record: _Record) -> str | None:
 
 def _add(built: BuiltEngine, record: _Record, request_id: str) -> WholeAnswer | str:
     """Asks a request again, for as many tokens as it had; its answer, or why there is none."""
-    from prefixcache.kv.request_records import PARAMS, WholeAnswer
+    from prefixcache.kv.recordings.request_records import PARAMS, WholeAnswer
     from prefixcache.types.request import Request
 
     params, count = PARAMS.validate_python(record["params"]), len(record["tokens"])

@@ -72,7 +72,7 @@ class EvictionReader:
     """
 
     def __init__(self, cache: CacheManager) -> None:
-        self._cache = cache
+        self._core = cache.core
         self._listeners: list[Callable[[Evictions], None]] = []
         self._reading = threading.Lock()
         self._capacity = 0
@@ -92,7 +92,7 @@ class EvictionReader:
         with self._reading:
             is_first = not self._listeners
             if is_first:
-                self._cache.listen(capacity, gap_bounds)
+                self._core.listen(capacity, gap_bounds)
                 self._capacity = capacity
                 self._read_at = time.monotonic()
             self._listeners.append(listener)
@@ -111,8 +111,8 @@ class EvictionReader:
     def _read_all(self) -> None:
         since, self._read_at = self._read_at, time.monotonic()
         for _ in range(max(self._capacity // _READ_AT_ONCE, 1)):
-            rows = self._cache.take_evictions(_READ_AT_ONCE)
-            evictions = Evictions(rows, since, self._read_at, self._cache.weight_version)
+            rows = self._core.take_evictions(_READ_AT_ONCE)
+            evictions = Evictions(rows, since, self._read_at, self._core.weight_version)
             for listener in self._listeners:
                 listener(evictions)
             if len(rows["cause"]) < _READ_AT_ONCE:

@@ -20,7 +20,8 @@ from prefixcache.diagnostics.history import (
     RememberedPrompt,
     TokenIds,
 )
-from prefixcache.kv.cache_manager import CacheManager, PrefixLookup
+from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.kv.cache_reader import PrefixLookup
 
 # Of the rest of an earlier prompt this many short pieces are looked for in the new one.
 _NUM_PIECES = 16
@@ -104,7 +105,7 @@ class Reasons:
 
         Takes time that grows with the prompt, and lets go of the interpreter for most of it.
         """
-        lookup = self._cache.look_up(asked.token_ids, asked.salt)
+        lookup = self._cache.reader.look_up(asked.token_ids, asked.salt)
         hit = self._hit_tokens(asked, lookup)
         own, best = self._nearest(asked, sees_all=sees_all)
         end = hit + self._block_size
@@ -160,7 +161,8 @@ class Reasons:
             return "tail", None
         if hit >= self._full_blocks(_most_hits(asked)):
             return "prompt_logprobs", None
-        if asked.window_missed_tokens or (asked.hit_tokens is None and lookup.whole_tokens > hit):
+        reach = hit if asked.hit_tokens is not None else lookup.full_attention_tokens
+        if asked.window_missed_tokens or reach > hit:
             return _lost(lookup), None
         return self._why_gone(asked, lookup, hit, seen)
 

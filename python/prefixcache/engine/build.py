@@ -27,13 +27,15 @@ from prefixcache.engine.sizing.elastic import SelfSizing
 from prefixcache.engine.weight_versions import content_name
 from prefixcache.exceptions import FieldError
 from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.kv.cache_settings import CacheSettings
 from prefixcache.kv.elastic import ElasticPool
 from prefixcache.kv.kv_folder import KeptFile, program_digest
-from prefixcache.kv.record_writer import check_folder
-from prefixcache.kv.recording import RecordedCacheManager
+from prefixcache.kv.recordings.record_writer import check_folder
+from prefixcache.kv.recordings.recording import CacheRecorder
+from prefixcache.kv.recordings.trace_writer import TraceWriter
 from prefixcache.kv.retention import Retention
 from prefixcache.kv.specs import KVLayout
-from prefixcache.kv.trace_writer import TraceWriter
+from prefixcache.kv.tiers.host_blocks import make_disk_tier
 from prefixcache.models.checkpoint import model_digest
 from prefixcache.models.gguf.index import has_index, read_index
 from prefixcache.models.hub import check_complete, read_config, resolve_model
@@ -50,7 +52,7 @@ from prefixcache.text.tokenization.tokenizer import Tokenizer
 from prefixcache.types.step_plan import SuppressedTokens
 
 if TYPE_CHECKING:
-    from prefixcache.kv.request_records import RequestRecords
+    from prefixcache.kv.recordings.request_records import RequestRecords
 
 logger = logging.getLogger(__name__)
 
@@ -109,16 +111,18 @@ def build(
     cache = _make_cache(config, model, spec, kv, retention, writer)
     if kv.file is not None:
         _restore(cache, kv.file)
-    if kv.disk is not None:
-        cache.stage_evicted(kv.disk)
     arithmetic = _all_arithmetic(config, model, spec)
     scheduler = _make_scheduler(config, model, cache, runner, spec.max_model_len)
+    log_pins = partial(
+        _log_pins, config.cache, retention, cache, kv.layout, scheduler.limits.max_num_tokens_now
+    )
     pool = ElasticPool(
         cache,
         runner.kv,
         kv.sizes,
         grows_by_itself=config.elastic.is_on,
         bounds_memory=config.cache.prefix_cache_max_blocks is not None,
+        after_resize=log_pins,
     )
     sizing = None
     if config.elastic.is_on:
@@ -152,7 +156,8 @@ def build(
         names = ", ".join(model.generation.not_obeyed)
         logger.warning("generation_config.json has fields that are not obeyed: %s.", names)
     _log_choices(config, scheduler, spec, kv)
-    _log_retention(config.cache, retention, cache, kv.layout, scheduler.limits.max_num_tokens_now)
+    _warn_of_flags(config.cache, cache)
+    log_pins()
     return BuiltEngine(
         engine=engine,
         tokenizer=tokenizer,
@@ -208,22 +213,26 @@ def _make_cache(
     writer: TraceWriter | None,
 ) -> CacheManager:
     """The cache of the pool's blocks; `writer` records what it is asked."""
-    make = partial(RecordedCacheManager, writer=writer) if writer else CacheManager
-    return make(
-        kv.sizes.start,
-        config.cache.block_size,
+    settings = CacheSettings(
+        num_blocks=kv.sizes.start,
+        block_size=config.cache.block_size,
         model=model_digest(model),
         weights=content_name(spec.weights_digest),
         kv_dtype=spec.dtype,
         arithmetic=_hashed_arithmetic(config, spec),
         groups=kv.layout.kinds,
         eviction_policy=config.cache.eviction_policy,
-        retention=retention,
         retention_budget=config.cache.retention_budget,
-        merge_twins=config.cache.merge_duplicate_blocks and spec.batch_invariant,
         max_blocks=kv.sizes.ceiling,
         max_cached_blocks=config.cache.prefix_cache_max_blocks,
+    )
+    return CacheManager(
+        settings,
+        retention=retention,
+        merge_twins=config.cache.merge_duplicate_blocks and spec.batch_invariant,
         max_weight_staleness=config.cache.max_weight_staleness,
+        disk=None if kv.host_blocks is None else make_disk_tier(config.cache, kv.host_blocks),
+        recorder=writer and CacheRecorder(writer),
     )
 
 
@@ -281,7 +290,7 @@ def _request_records(config: EngineConfig, about: Mapping[str, object]) -> Reque
     """Raises `ConfigError` where the file cannot be made."""
     if config.record_requests is None:
         return None
-    from prefixcache.kv.request_records import RequestRecords
+    from prefixcache.kv.recordings.request_records import RequestRecords
 
     named = {"model": config.model, "revision": config.revision}
     return RequestRecords(config.record_requests, {**named, **about})
@@ -328,14 +337,8 @@ def _log_choices(config: EngineConfig, scheduler: Scheduler, spec: ModelSpec, kv
     )
 
 
-def _log_retention(
-    config: CacheConfig,
-    retention: Retention,
-    cache: CacheManager,
-    layout: KVLayout,
-    max_model_len: int,
-) -> None:
-    """What is pinned, now and after each resize, or which flags change nothing."""
+def _warn_of_flags(config: CacheConfig, cache: CacheManager) -> None:
+    """Which flags change nothing."""
     flags = {
         "--pin-swa-tokens": config.pin_swa_tokens,
         "--prefix-cache-retention-interval": config.prefix_cache_retention_interval is not None,
@@ -343,21 +346,26 @@ def _log_retention(
     given = " and ".join(name for name, is_given in flags.items() if is_given)
     if given and not cache.has_windows:
         logger.warning("Without effect: %s. No layer of this model has a sliding window.", given)
-    elif retention.pin:
-        windows = [group.sliding_window for group in layout.groups]
 
-        def log_pins() -> None:
-            line = retention.describe_pins(
-                cache.num_usable_blocks,
-                cache.block_size,
-                windows,
-                max_model_len,
-                config.prefix_cache_max_blocks,
-            )
-            logger.info(line)
 
-        log_pins()
-        cache.log_pins = log_pins
+def _log_pins(
+    config: CacheConfig,
+    retention: Retention,
+    cache: CacheManager,
+    layout: KVLayout,
+    max_model_len: int,
+) -> None:
+    """What is pinned, now and after each resize."""
+    if not (retention.pin and cache.has_windows):
+        return
+    line = retention.describe_pins(
+        cache.size.num_usable_blocks,
+        cache.block_size,
+        [group.sliding_window for group in layout.groups],
+        max_model_len,
+        config.prefix_cache_max_blocks,
+    )
+    logger.info(line)
 
 
 def _describe_groups(layout: KVLayout) -> str:

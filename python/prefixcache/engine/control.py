@@ -33,7 +33,8 @@ from prefixcache.engine.sizing.resizing import Resizing
 from prefixcache.engine.stats import PrefixCacheStats, PrefixHashInfo
 from prefixcache.engine.steps import InFlightRequests
 from prefixcache.engine.weights.weight_updates import WeightUpdates
-from prefixcache.kv.cache_manager import HASH_FORMAT, CacheManager
+from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.kv.cache_settings import HASH_FORMAT
 from prefixcache.kv.elastic import ElasticPool, ResizeStatus
 from prefixcache.metrics import block_counts
 from prefixcache.scheduler.scheduler import Scheduler
@@ -74,8 +75,8 @@ class Control:
         self.raise_if_sleeping = state.raise_if_sleeping
         self.raise_if_halted = state.raise_if_halted
         self.groups, self.block_size = cache.groups, cache.block_size
-        self.stats, self.block_map = cache.stats, cache.block_map
-        self.keep_events = cache.keep_events
+        self.stats, self.block_map = cache.core.stats, cache.core.block_map
+        self.keep_events = cache.reader.keep_events
         self.progress = scheduler.progress
         self._resizing = Resizing(requests, state, pool, run_between_steps)
         self.resize, self.adjust_pool = self._resizing.resize, self._resizing.adjust_pool
@@ -129,7 +130,7 @@ class Control:
     @property
     def num_blocks(self) -> int:
         """Blocks of the pool now, the null block included."""
-        return self._cache.num_blocks
+        return self._cache.size.num_blocks
 
     @property
     def resize_status(self) -> ResizeStatus:
@@ -142,7 +143,7 @@ class Control:
 
     def prefix_cache_stats(self) -> PrefixCacheStats:
         """The prefix cache in numbers: counts of its lifetime, and the hit ratio of late."""
-        scheduler, core = self._scheduler, self._cache.stats()
+        scheduler, core = self._scheduler, self._cache.core.stats()
         counter = scheduler.admission.counter
         return PrefixCacheStats(
             enabled=scheduler.admission.enabled,
@@ -155,7 +156,7 @@ class Control:
             recent_hit_ratio=counter.recent_ratio,
             window_missed_tokens=scheduler.admission.num_window_missed_tokens,
             preemptions=scheduler.num_preemptions,
-            num_blocks=self._cache.num_blocks,
+            num_blocks=self._cache.size.num_blocks,
             blocks_in_use=core["blocks_in_use"],
             block_size=self._cache.block_size,
             weight_version=self.weight_version,
@@ -170,7 +171,7 @@ class Control:
         return PrefixHashInfo(
             format=HASH_FORMAT,
             block_size=self._cache.block_size,
-            root_hash=self._cache.root_hash.hex(),
+            root_hash=self._cache.core.root_hash().hex(),
             weights_name=self.weights_name,
             arithmetic=self._cache.arithmetic,
         )
@@ -182,7 +183,7 @@ class Control:
 
         Running requests keep their blocks, and publish none that they hold now.
         """
-        self._cache.reset()
+        self._cache.versions.reset()
 
     @endpoint("/pause")
     @between_steps
@@ -223,7 +224,7 @@ class Control:
             memory.weights.give_up()
         else:
             self._requests.interrupt(mode)
-            self._cache.reset()
+            self._cache.versions.reset()
         memory.give_up_kv()
         if self._pool is not None:
             self._pool.fall_asleep()

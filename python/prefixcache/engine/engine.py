@@ -19,7 +19,8 @@ from prefixcache.engine.sizing.elastic import SelfSizing
 from prefixcache.engine.steps import InFlightRequests, Steps
 from prefixcache.engine.weight_versions import WeightVersions
 from prefixcache.exceptions import InvalidRequestError
-from prefixcache.kv.cache_manager import CacheManager, PrefixLocation
+from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.kv.cache_reader import PrefixLocation
 from prefixcache.kv.elastic import ElasticPool
 from prefixcache.metrics import Gauges, Metrics, block_counts
 from prefixcache.runner.base import ModelMemory, StepRunner
@@ -29,7 +30,7 @@ from prefixcache.types.request import Request, RequestOutput
 from prefixcache.types.token_ids import TokenIds
 
 if TYPE_CHECKING:
-    from prefixcache.kv.request_records import RequestRecords
+    from prefixcache.kv.recordings.request_records import RequestRecords
 
 logger = logging.getLogger(__name__)
 
@@ -136,11 +137,11 @@ class Engine:
         self.check(request)
         if not (self._scheduler.admission.enabled and request.cache.read):
             return 0
-        return self._cache.probe(request)
+        return self._cache.reader.probe(request)
 
     def locate_prefix(self, token_ids: TokenIds, salt: str | None = None) -> PrefixLocation:
         """Where the prefix of a prompt lies, in memory and on a disk. From any thread."""
-        return self._cache.locate_prefix(self._cache.new_sequence(token_ids, salt))
+        return self._cache.reader.locate_prefix(token_ids, salt)
 
     def diagnose(self, max_bytes: int, *, keeps_text: bool = True) -> CacheDiagnostics:
         """Diagnostics of the cache in up to `max_bytes`, whose reasons `metrics` count."""
@@ -156,7 +157,7 @@ class Engine:
 
     def adopt_loop(self) -> None:
         """Makes the calling thread the loop's; the one before it must have stopped."""
-        self._cache.adopt_writer()
+        self._cache.core.adopt_writer()
 
     def add_request(self, request: Request) -> None:
         """Checks the request and lets it wait for its turn, as `add`."""
@@ -248,18 +249,19 @@ class Engine:
         return outputs
 
     def _gauges(self) -> Gauges:
-        scheduler, core = self._scheduler, self._cache.stats()
+        scheduler, cache = self._scheduler, self._cache
+        core = cache.core.stats()
         return Gauges(
             pool=None if self._pool is None else self._pool.gauges(core["blocks_in_use"]),
-            file=self._cache.file_counts,
-            disk=None if self._cache.disk is None else self._cache.disk.counts(),
+            file=None if cache.file is None else cache.file.counts(),
+            disk=None if cache.disk is None else cache.disk.counts(),
             loads=scheduler.loads.counts(),
             drafts=scheduler.drafter.counts(),
             weights=self.state.weights_info,
             sleep_state=self.state.sleep_state,
             cache_config={
                 "block_size": str(self._cache.block_size),
-                "num_gpu_blocks": str(self._cache.num_blocks),
+                "num_gpu_blocks": str(self._cache.size.num_blocks),
                 "enable_prefix_caching": str(scheduler.admission.enabled),
             },
             num_running=scheduler.num_running,

@@ -24,7 +24,7 @@ from prefixcache.types.step_plan import SequenceOutput, StepPlan
 from prefixcache.types.weight_spans import ShownVersion
 
 if TYPE_CHECKING:
-    from prefixcache.kv.request_records import RequestRecords
+    from prefixcache.kv.recordings.request_records import RequestRecords
 
 logger = logging.getLogger(__name__)
 

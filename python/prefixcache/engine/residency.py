@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from prefixcache.diagnostics.evictions import EvictionReader, Evictions
-from prefixcache.kv.cache_manager import EVICTED_CAUSES, CacheManager
+from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.metrics import PREFIX, Histogram
 
 _SECONDS = (
@@ -17,6 +17,9 @@ _SECONDS = (
     *(1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800),
 )
 _LOG_CAPACITY = 1 << 16
+_EVICTED_CAUSES = (1, 3, 4, 5)
+"""Why blocks go that nobody chose: room was needed, a full LRU list, a smaller pool, the bound on
+what may be cached."""
 
 
 class BlockResidency:
@@ -26,7 +29,7 @@ class BlockResidency:
     """
 
     def __init__(self, cache: CacheManager, evictions: EvictionReader) -> None:
-        self._cache = cache
+        self._core = cache.core
         self._evictions = evictions
         self._lifetime = Histogram(
             "kv_block_lifetime_seconds",
@@ -46,16 +49,16 @@ class BlockResidency:
     def families(self) -> Iterator[Metric]:
         """The histograms as they stand now. From any thread."""
         self._evictions.read()
-        self._gaps.replace(*self._cache.reuse_gaps())
+        self._gaps.replace(*self._core.reuse_gaps())
         yield from (histogram.family() for histogram in (self._lifetime, self._idle, self._gaps))
         yield CounterMetricFamily(
             PREFIX + "kv_block_losses_missed",
             "Evicted blocks that no histogram counts: too many at once.",
-            value=self._cache.num_missed_evictions,
+            value=self._core.missed_evictions,
         )
 
     def _observe(self, evictions: Evictions) -> None:
         rows = evictions.rows
-        evicted = np.isin(rows["cause"], EVICTED_CAUSES)
+        evicted = np.isin(rows["cause"], _EVICTED_CAUSES)
         self._lifetime.observe_all(rows["age"][evicted])
         self._idle.observe_all(rows["idle"][evicted])

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from prefixcache.config.logs import SHOWS_ERROR
+from prefixcache.engine.change_log import ChangeLog
 from prefixcache.engine.output import Answers, failed
 from prefixcache.engine.weight_versions import WeightVersions
 from prefixcache.exceptions import EngineDeadError
@@ -193,7 +194,7 @@ class Steps:
             ) from empty_error
         if self._runner.runs_ahead:
             # Steps before it were published in the order of the device's work, which has failed.
-            self._cache.reset()
+            self._cache.versions.reset()
         return [self._answers.end(request_id, failed(error)) for request_id in request_ids]
 
 
@@ -216,6 +217,7 @@ class InFlightRequests:
         self._pool = pool
         self._steps = steps
         self._answers = answers
+        self._changes = ChangeLog(cache)
         self._outbox: list[RequestOutput] = []
         self.cache_usage = 0.0
 
@@ -273,8 +275,8 @@ class InFlightRequests:
 
     def note_usage(self) -> None:
         """After requests may have taken blocks or given them back."""
-        self.cache_usage = self._cache.usage
-        self._cache.log_changes()
+        self.cache_usage = self._cache.size.usage
+        self._changes.write()
         if self._cache.disk is not None:
             self._cache.disk.nudge()
         if self._pool is not None:

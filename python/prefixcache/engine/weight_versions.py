@@ -41,7 +41,7 @@ class WeightVersions:
     @property
     def number(self) -> int:
         """Counts the changes of the weights; no number stands for two sets of weights."""
-        return self._cache.weight_version
+        return self._cache.core.weight_version
 
     @property
     def name(self) -> str:
@@ -50,7 +50,7 @@ class WeightVersions:
         A digest of their content or the tag of their update; where neither is known how often they
         were changed since something was.
         """
-        return self._cache.weights_name
+        return self._cache.core.weights_name
 
     @property
     def shown(self) -> ShownVersion:
@@ -77,14 +77,14 @@ class WeightVersions:
             self._digests[tag] = digest
             if len(self._digests) > _MAX_TAGS:
                 del self._digests[next(iter(self._digests))]
-        number = self._cache.next_weight_version(name or self._count_name())
+        number = self._cache.versions.begin(name or self._count_name())
         self._tag = tag
         return number
 
     def renew(self) -> None:
         """A new version of the same weights, under which nothing computed before is hit."""
         name = self.name if ":" in self.name else self._count_name()
-        self._cache.new_weight_version(name)
+        self._cache.versions.renew(name)
         self._tag = None
 
     def _count_name(self) -> str | None:

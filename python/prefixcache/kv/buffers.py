@@ -5,10 +5,14 @@ Letters of shapes: T tokens in the step, S sequences, P pages (blocks).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from prefixcache.core import PrefixCache
+from prefixcache.core import Sequence as CoreSequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,4 +39,25 @@ class BlockTableBuffers:
             last_page_len=np.zeros(max_seqs, np.int32),
             slot_mapping=np.zeros(max_tokens, np.int64),
             first_pages=np.zeros(max_seqs, np.int32),
+        )
+
+    def fill(
+        self,
+        core: PrefixCache,
+        sequences: Sequence[CoreSequence],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        group: int,
+    ) -> None:
+        """Writes the tables of a step that computes `counts` tokens of each sequence."""
+        core.fill_block_tables(
+            sequences,
+            starts,
+            counts,
+            group,
+            self.indptr,
+            self.indices,
+            self.last_page_len,
+            self.slot_mapping,
+            self.first_pages,
         )

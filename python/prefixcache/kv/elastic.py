@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
 from prefixcache.config.checked import shown
 from prefixcache.exceptions import InvalidRequestError, OutOfMemoryError
-from prefixcache.kv.cache_manager import Blocks, CacheManager
+from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.kv.cache_size import Blocks
 from prefixcache.kv.specs import PoolSizes
 from prefixcache.kv.unused_memory import Pages, UnusedMemory
 from prefixcache.metrics import PoolGauges, ResizeCounts, resize_slices
@@ -100,6 +101,73 @@ class _Pace:
         self.num_blocks = max(int(self.num_blocks * factor), _LEAST_SLICE_BLOCKS)
 
 
+class _Tally:
+    """What resizes did: in all, and since the last one began."""
+
+    def __init__(self) -> None:
+        self.total = self._before = ResizeCounts()
+
+    def begin(self) -> None:
+        """A resize begins."""
+        self._before = self.total
+        self.add(resizes=1)
+
+    def add(self, **added: float) -> None:
+        sums = {name: getattr(self.total, name) + more for name, more in added.items()}
+        self.total = replace(self.total, **sums)
+
+    def of_last(self, name: str) -> float:
+        """What the last resize added to a count."""
+        return getattr(self.total, name) - getattr(self._before, name)
+
+
+class _MemoryAbove:
+    """The memory of blocks above a pool's end, which goes back slice by slice.
+
+    No block from `mapped_end` on has memory. Those up to `trimmed_to` have been given back, unless
+    requests hold them.
+    """
+
+    def __init__(self, memory: BlockMemory, block_bytes: int, num_blocks: int) -> None:
+        self._memory = memory
+        self._block_bytes = block_bytes
+        self.pace = _Pace(2 * _FIRST_SLICE_BYTES // block_bytes)
+        self._begins_again = False
+        self.mapped_end = self._trimmed_to = num_blocks
+
+    def begin(self, size: int) -> None:
+        """From the pool's end on, as requests may have ended above what was trimmed."""
+        self._trimmed_to, self._begins_again = size, False
+        self.mapped_end = max(self.mapped_end, size)
+
+    def begin_again(self) -> None:
+        """Requests gave back blocks above the end meanwhile."""
+        self._begins_again = True
+
+    def forget(self, size: int) -> None:
+        """All memory was given up, and that of `size` blocks made again."""
+        self._begins_again = False
+        self.mapped_end = self._trimmed_to = size
+
+    def trim(self, size: int, held_from: Callable[[int], Sequence[int]] | None) -> int:
+        """Gives back the memory of some blocks; how many bytes the system had given."""
+        if self._begins_again and self._trimmed_to >= self.mapped_end:
+            self._trimmed_to, self._begins_again = size, False
+        begin = self._trimmed_to
+        self._trimmed_to = min(self.mapped_end, begin + self.pace.num_blocks)
+        held = held_from(begin) if held_from else ()
+        return self._memory.give_back(begin, self._trimmed_to, held)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all was given back that may be."""
+        return self._trimmed_to >= self.mapped_end and not self._begins_again
+
+    def is_full(self, num_bytes: int) -> bool:
+        """Whether these are most of the bytes that a slice takes."""
+        return 2 * num_bytes >= self.pace.num_blocks * self._block_bytes
+
+
 class ElasticPool:
     """Resizes one pool: its blocks in the cache and their memory, which must agree.
 
@@ -117,38 +185,41 @@ class ElasticPool:
         *,
         grows_by_itself: bool = False,
         bounds_memory: bool = False,
+        after_resize: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.sizes = sizes
         self.memory = memory
         self.wanted = self._size = self._target = sizes.start
         self.limit = sizes.ceiling
-        self.counts = ResizeCounts()
         self.slice_seconds = resize_slices()
         self.has_slices = False
         self._cache = cache
         self._grows_by_itself = grows_by_itself
+        self._after_resize = after_resize
         self._clock = clock
         self._is_asleep = False
         self._is_moving = False  # the cache hands out no block above the target any more
-        self._mapped_end = sizes.start  # no block from here on has memory
-        self._trimmed_to = sizes.start  # those before have been given back, unless they are held
         self._held_above = 0
-        self._trims_again = False  # requests gave back blocks above the end meanwhile
         self._moves = _Pace(_FIRST_SLICE_BYTES // sizes.block_bytes)
-        self._trims = _Pace(2 * _FIRST_SLICE_BYTES // sizes.block_bytes)
-        self._before = self.counts
+        self._above = _MemoryAbove(memory, sizes.block_bytes, sizes.start)
+        self._tally = _Tally()
         self._unused: UnusedMemory | None = None
         if bounds_memory and memory.comes_when_written:
             self._unused = UnusedMemory(cache, memory, sizes.block_bytes)
-        cache.make_room = self.make_room
+        cache.size.set_growth(self.make_room)
 
-    # What is asked, from any thread.
+    # To be read, from any thread.
+
+    @property
+    def counts(self) -> ResizeCounts:
+        """What all resizes did so far."""
+        return self._tally.total
 
     @property
     def status(self) -> ResizeStatus:
         """How far the last resize is."""
-        counts, before = self.counts, self._before
+        of_last = self._tally.of_last
         return ResizeStatus(
             is_done=not (self.has_slices or self._held_above),
             num_blocks=self._size,
@@ -156,11 +227,11 @@ class ElasticPool:
             min_blocks=self.sizes.floor,
             max_blocks=self.sizes.ceiling,
             block_bytes=self.sizes.block_bytes,
-            blocks_moved=counts.blocks_moved - before.blocks_moved,
-            blocks_lost=counts.blocks_lost - before.blocks_lost,
+            blocks_moved=int(of_last("blocks_moved")),
+            blocks_lost=int(of_last("blocks_lost")),
             blocks_held_above=self._held_above,
-            bytes_given_back=counts.bytes_given_back - before.bytes_given_back,
-            seconds=round(counts.seconds - before.seconds, 6),
+            bytes_given_back=int(of_last("bytes_given_back")),
+            seconds=round(of_last("seconds"), 6),
         )
 
     def gauges(self, blocks_in_use: int) -> PoolGauges:
@@ -212,7 +283,7 @@ class ElasticPool:
         """Whether the pool is smaller than it may become by itself."""
         return self._grows_by_itself and self._target < min(self.wanted, self.limit)
 
-    # What is done, between two steps.
+    # To be done between two steps.
 
     def resize(self, num_blocks: int) -> None:
         """Begins a resize to a size that `check` allows. Raises `OutOfMemoryError`.
@@ -220,7 +291,7 @@ class ElasticPool:
         Growing is done at once. Slices of a shrink follow, by `advance`, while `has_slices`.
         """
         self._begin(num_blocks)
-        self.wanted = self._cache.attainable_blocks = num_blocks
+        self.wanted = self._cache.size.attainable_blocks = num_blocks
 
     def allow(self, num_blocks: int) -> None:
         """Bounds the size for now, whatever is wanted: down to the floor, and shrinks to there."""
@@ -245,18 +316,18 @@ class ElasticPool:
             if self._unused is not None:
                 self._unused.advance()
             return False
-        begun, lost_before = self._clock(), self._cache.stats()["lost_to_resize_blocks"]
-        pace = self._trims if self._size <= self._target else self._moves
+        begun, lost_before = self._clock(), self._cache.core.stats()["lost_to_resize_blocks"]
+        trims = self._size <= self._target
         try:
-            is_full = (self._trim if pace is self._trims else self._move)()
+            is_full = self._trim() if trims else self._move()
         except Exception:
             self._give_up()
             raise
         seconds = self._clock() - begun
-        lost = self._cache.stats()["lost_to_resize_blocks"] - lost_before
-        self._count(blocks_lost=lost, seconds=seconds)
+        lost = self._cache.core.stats()["lost_to_resize_blocks"] - lost_before
+        self._tally.add(blocks_lost=lost, seconds=seconds)
         self.slice_seconds.observe(seconds)
-        pace.adapt(seconds, is_full=is_full)
+        (self._above.pace if trims else self._moves).adapt(seconds, is_full=is_full)
         if not self.has_slices:
             self._log()
         return self.has_slices
@@ -266,9 +337,10 @@ class ElasticPool:
         if self._unused is not None:
             self._unused.note_release()
         if self._held_above:
-            held, self._held_above = self._held_above, self._cache.stats()["held_above_blocks"]
+            held, self._held_above = self._held_above, self._cache.core.stats()["held_above_blocks"]
             if self._held_above < held:
-                self._trims_again = self.has_slices = True
+                self._above.begin_again()
+                self.has_slices = True
 
     def grow(self) -> None:
         """Takes a part of what may be taken back by itself, or all of it where it is little."""
@@ -281,10 +353,10 @@ class ElasticPool:
         It may take what `limit` keeps free for others, as long as the memory is there.
         """
         size = num_blocks + 1  # with the null block
-        if not (self._grows_by_itself and self._cache.num_blocks < size <= self.wanted):
+        if not (self._grows_by_itself and self._cache.size.num_blocks < size <= self.wanted):
             return False
         self._try_to_grow(size)
-        return self._cache.num_blocks >= size
+        return self._cache.size.num_blocks >= size
 
     def fall_asleep(self) -> None:
         """The memory is given up; nothing is held or cached."""
@@ -297,34 +369,32 @@ class ElasticPool:
         if not self._is_asleep:
             return
         self._is_asleep = False
-        self._cache.resize(self._target)
+        self._cache.size.resize(self._target)
         self._size = self.memory.num_blocks = self._target
-        self._mapped_end = self._trimmed_to = self._target
+        self._above.forget(self._target)
         if self.has_slices:
-            self._is_moving = self._trims_again = self.has_slices = False
+            self._is_moving = self.has_slices = False
             self._log()
 
     def _begin(self, target: int) -> None:
         """Ends whatever is in flight, and grows or lets slices follow."""
         self._stop_unused()
         if self._is_asleep:
-            self._start_counting()
+            self._tally.begin()
             self._target, self.has_slices = target, True
             return
         if target > self._size:
             self.memory.grow(target)  # It alone may raise.
-        self._start_counting()
+        self._tally.begin()
         begun = self._clock()
         if self._is_moving or target > self._size:
             self._size = max(target, self._size)
-            self._held_above = self._cache.resize(self._size)
+            self._held_above = self._cache.size.resize(self._size)
             self._is_moving = False
         self._target = target
-        self._mapped_end = max(self._mapped_end, self._size)
-        # Trimming starts again: requests may have ended above what was trimmed.
-        self._trimmed_to, self._trims_again = self._size, False
-        self.has_slices = target < self._size or self._size < self._mapped_end
-        self._count(seconds=self._clock() - begun)
+        self._above.begin(self._size)
+        self.has_slices = target < self._size or not self._above.is_done
+        self._tally.add(seconds=self._clock() - begun)
         if not self.has_slices:
             self._log()
 
@@ -345,22 +415,23 @@ class ElasticPool:
         Tells whether these were as many as a slice takes.
         """
         self._is_moving = True
-        moved = self._cache.move_cached(
+        moved = self._cache.size.move_cached(
             self._target, self._moves.num_blocks, self.memory.copy_blocks
         )
-        self._count(blocks_moved=moved)
+        self._tally.add(blocks_moved=moved)
         if moved:
             logger.debug("%d cached blocks were moved below block %d.", moved, self._target)
             return moved >= self._moves.num_blocks
-        self._held_above = self._cache.resize(self._target)
-        self._count(blocks_released=self._size - self._target)
-        self._size = self.memory.num_blocks = self._trimmed_to = self._target
+        self._held_above = self._cache.size.resize(self._target)
+        self._tally.add(blocks_released=self._size - self._target)
+        self._size = self.memory.num_blocks = self._target
+        self._above.begin(self._size)
         self._is_moving = False
         return False
 
     def _give_up(self) -> None:
         """Keeps the size that there is; memory above it goes back with the next resize."""
-        self._held_above = self._cache.resize(self._size)
+        self._held_above = self._cache.size.resize(self._size)
         self._target, self._is_moving, self.has_slices = self._size, False, False
 
     def _trim(self) -> bool:
@@ -368,26 +439,14 @@ class ElasticPool:
 
         Tells whether the system had given most of what a slice takes.
         """
-        if self._trims_again and self._trimmed_to >= self._mapped_end:
-            self._trimmed_to, self._trims_again = self._size, False
-        begin = self._trimmed_to
-        self._trimmed_to = min(self._mapped_end, begin + self._trims.num_blocks)
-        held = self._cache.held_blocks(begin) if self._held_above else []
-        given = self.memory.give_back(begin, self._trimmed_to, held)
-        self._count(bytes_given_back=given)
-        if self._trimmed_to >= self._mapped_end and not self._trims_again:
+        held_from = self._cache.held_blocks if self._held_above else None
+        given = self._above.trim(self._size, held_from)
+        self._tally.add(bytes_given_back=given)
+        if self._above.is_done:
             self.has_slices = False
             if not self._held_above:
-                self._mapped_end = self._trimmed_to = self._size
-        return 2 * given >= self._trims.num_blocks * self.sizes.block_bytes
-
-    def _start_counting(self) -> None:
-        self._before = self.counts
-        self._count(resizes=1)
-
-    def _count(self, **added: float) -> None:
-        sums = {name: getattr(self.counts, name) + more for name, more in added.items()}
-        self.counts = replace(self.counts, **sums)
+                self._above.forget(self._size)
+        return self._above.is_full(given)
 
     def _log(self) -> None:
         done = self.status
@@ -402,4 +461,4 @@ class ElasticPool:
             done.seconds * 1000,
             done.blocks_held_above,
         )
-        self._cache.log_pins()
+        self._after_resize()

@@ -69,6 +69,15 @@ class Retention:
         if request.cache.write_upto:
             sequence.add_anchor(request.cache.write_upto)
 
+    def recorded(self) -> dict[str, object]:
+        """What a replay of the cache needs of it."""
+        return {
+            "interval": self.interval,
+            "pin": self.pin,
+            "min_pin_blocks": self.pin_min_drop_size,
+            "pin_prefix": self.pin_prefix_blocks,
+        }
+
     def num_blocks_kept(
         self, num_tokens: int, block_size: int, windows: Sequence[int | None]
     ) -> int:

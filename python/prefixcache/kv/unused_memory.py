@@ -71,16 +71,16 @@ class UnusedMemory:
         if self._next is None:
             return
         begun, begin = self._clock(), self._next
-        end = min(self._cache.num_blocks, begin + self._slice_blocks)
+        end = min(self._cache.size.num_blocks, begin + self._slice_blocks)
         self._memory.give_back(begin, end, self._used(begin, end + self._memory.granule_blocks))
-        self._next = end if end < self._cache.num_blocks else None
+        self._next = end if end < self._cache.size.num_blocks else None
         is_short = self._clock() - begun < _SLICE_SECONDS
         self._slice_blocks = max(1, self._slice_blocks * 2 if is_short else self._slice_blocks // 2)
 
     def _used(self, begin: int, end: int) -> list[int]:
         """The blocks with content or in use, and in a huge pool some next to them."""
-        num_usable = self._cache.num_usable_blocks
-        counts, _ = self._cache.block_map(min(num_usable, _MOST_CELLS), ())
+        num_usable = self._cache.size.num_usable_blocks
+        counts, _ = self._cache.core.block_map(min(num_usable, _MOST_CELLS), ())
         is_used = counts[:, 1:].sum(axis=1) > 0
         blocks = np.arange(begin, min(end, num_usable + 1))
         return blocks[is_used[(blocks - 1) * len(counts) // num_usable]].tolist()

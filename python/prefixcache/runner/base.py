@@ -17,7 +17,7 @@ from prefixcache.kv.buffers import BlockTableBuffers
 from prefixcache.kv.elastic import BlockMemory
 from prefixcache.kv.kv_folder import KeptFile
 from prefixcache.kv.specs import KVLayout, PoolSizes
-from prefixcache.kv.tiers.disk_tier import DiskTier
+from prefixcache.kv.tiers.host_blocks import HostBlocks
 from prefixcache.runner.pool_memory import PoolMemory
 from prefixcache.types.step_plan import InFlightStep, StepPlan, StepResult
 
@@ -56,14 +56,14 @@ class ModelSpec:
 class KVSpecs:
     """The KV cache of a loaded model: its groups of layers, and how large its pool may be.
 
-    With a `file` the KV lies there, and that of another process may be hit. What is evicted goes to
-    `disk`, where there is one.
+    With a `file` the KV lies there, and that of another process may be hit. `host_blocks` are those
+    of a pool in the host's memory, where their bytes mean the same to other processes.
     """
 
     layout: KVLayout
     sizes: PoolSizes
     file: KeptFile | None = None
-    disk: DiskTier | None = None
+    host_blocks: HostBlocks | None = None
 
 
 class StepRunner(Protocol[Step]):

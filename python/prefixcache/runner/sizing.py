@@ -11,7 +11,7 @@ import psutil
 from prefixcache.config.engine_config import CacheConfig, EngineConfig
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.exceptions import ConfigError, FieldError, OutOfMemoryError
-from prefixcache.kv.cache_manager import fitting_tokens
+from prefixcache.kv.cache_settings import fitting_tokens
 from prefixcache.kv.specs import KVLayout, PoolSizes, kv_layout
 
 logger = logging.getLogger(__name__)

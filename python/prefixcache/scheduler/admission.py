@@ -188,13 +188,14 @@ class Admission:
     def _note_start(self, state: RequestState, taken: int, lost: int) -> None:
         """Notes what it took from the cache, and what was lost to windows on its first start."""
         state.skips_disk = False
-        state.num_slots = self._cache.num_slots(state.request_id)
+        sequence = self._cache.sequence(state.request_id)
+        state.num_slots = sequence.num_ready_slots
         state.num_computed_tokens = state.num_published_tokens = taken
-        state.num_resets = self._cache.num_resets
+        state.num_resets = self._cache.versions.num_resets
         if state.num_cached_tokens is None:
             state.num_cached_tokens = taken
             self._note_window_misses(state, lost)
-            state.hit_staleness = self._cache.staleness(state.request_id) if taken else 0
+            state.hit_staleness = self._cache.versions.staleness(sequence) if taken else 0
             if self.enabled:
                 self.counter.add(state.num_tokens, taken)
                 if state.hit_staleness:
@@ -214,7 +215,7 @@ class Admission:
         if not threshold or state.request.params.max_tokens == 0:  # asked for to be computed
             return False
         if "disk" in (state.request.cache.hit_tiers or self._hit_tiers):
-            usable = max(usable, self._cache.count_with_disk(state.request_id, most)[0])
+            usable = max(usable, self._loads.count(state.request_id, most)[0])
         # The last token is never a hit. A request that has no full block before it is refused at
         # its first start, so none returns.
         full = (state.num_tokens - 1) // self._block_size * self._block_size

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from prefixcache.exceptions import RequestTooLargeError
-from prefixcache.kv.cache_manager import CacheManager, fitting_tokens
+from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.kv.cache_settings import fitting_tokens
 from prefixcache.types.request import Request
 
 
@@ -18,12 +19,12 @@ class Limits:
         self._cache = cache
         self._max_chunk = max_chunk
         self._max_model_len = max_model_len
-        self._measured = (cache.max_blocks, max_model_len)
+        self._measured = (cache.size.max_blocks, max_model_len)
 
     @property
     def max_num_tokens_now(self) -> int:
         """Tokens of the longest sequence that the model and the pool take. From any thread."""
-        size = self._cache.attainable_blocks
+        size = self._cache.size.attainable_blocks
         if size != self._measured[0]:
             most, cache = self._max_model_len, self._cache
             fitting = fitting_tokens(
@@ -52,20 +53,21 @@ class Limits:
 
     def describe_lack(self, num_tokens: int) -> str:
         """Why a request of that many tokens cannot start now."""
+        size = self._cache.size
         return (
             f"The request needs {self._most_blocks(num_tokens)} KV cache blocks of "
             f"{self._cache.block_size} tokens for its {num_tokens} tokens, but only "
-            f"{self._cache.num_free_blocks} blocks of the cache's {self._cache.num_usable_blocks} "
+            f"{size.num_free_blocks} blocks of the cache's {size.num_usable_blocks} "
             "are free."
         )
 
     def has_room(self, num_tokens: int) -> bool:
         """Whether the pool of now holds a request of that many tokens, where it is alone."""
-        return self._most_blocks(num_tokens) <= self._cache.num_usable_blocks
+        return self._most_blocks(num_tokens) <= self._cache.size.num_usable_blocks
 
     def make_room(self, num_tokens: int) -> bool:
         """Whether the pool has grown for a request of that many tokens that alone has no room."""
-        return self._cache.make_room(self._most_blocks(num_tokens))
+        return self._cache.size.make_room(self._most_blocks(num_tokens))
 
     def _check_context(self, prompt: int, output: int, least: int) -> None:
         room = self._max_model_len - prompt
@@ -79,7 +81,7 @@ class Limits:
             )
 
     def _check_blocks(self, num_tokens: int) -> None:
-        have, need = self._cache.attainable_blocks - 1, self._most_blocks(num_tokens)
+        have, need = self._cache.size.attainable_blocks - 1, self._most_blocks(num_tokens)
         if need > have:
             # A group with a window holds the window and the tokens that a step computes.
             smaller = ", or a smaller --max-num-batched-tokens" if self._cache.has_windows else ""
@@ -92,4 +94,4 @@ class Limits:
             )
 
     def _most_blocks(self, num_tokens: int) -> int:
-        return self._cache.most_blocks(num_tokens, self._max_chunk)
+        return self._cache.core.most_blocks(num_tokens, self._max_chunk)

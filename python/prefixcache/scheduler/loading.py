@@ -44,14 +44,24 @@ class Reads:
 
     def must_wait(self, state: RequestState, hits: int) -> bool:
         """Lets the request wait if its hits need more blocks read than a commit may; whether."""
-        must = self._cache.reads_first(state.request_id, hits)
+        must = self._needs_reads(state.request_id, hits)
         if must:
             self._waiting[state.request_id] = state
         return must
 
+    def _needs_reads(self, request_id: str, hits: int) -> bool:
+        file, sequence = self._cache.file, self._cache.sequence(request_id)
+        if file is None:
+            return False
+        return self._cache.core.reads_first(sequence, hits, file.commit_blocks)
+
+    @property
+    def _num_left(self) -> int:
+        return 0 if self._cache.file is None else self._cache.file.core.num_asked
+
     def requeue(self) -> None:
         """Lets the requests start once all that was to be read was."""
-        if self._waiting and not self._cache.num_reads:
+        if self._waiting and not self._num_left:
             for state in self._waiting.values():
                 self._queue.push(state)
             self._waiting.clear()
@@ -121,11 +131,21 @@ class Loads:
         """Learns how long a completed step took."""
         self.times.observe(plan, seconds)
 
+    def count(self, request_id: str, max_tokens: int) -> tuple[int, int]:
+        """The longest hit up to `max_tokens`, the disk's blocks counted; how many of them it needs.
+
+        (0, 0) where the disk has nothing.
+        """
+        if not self._disk.staging.num_stored:
+            return 0, 0
+        sequence = self._cache.sequence(request_id)
+        return self._cache.core.count_tiered_hits(sequence, self._disk.staging, max_tokens)
+
     def plan(self, state: RequestState, hits: int, most: int) -> LoadPlan | None:
         """What the disk adds to `hits`, up to `most` tokens; None where that is nothing."""
         if state.skips_disk or hits >= most:
             return None
-        upto, num_blocks = self._cache.count_with_disk(state.request_id, most)
+        upto, num_blocks = self.count(state.request_id, most)
         if upto <= hits:
             return None
         computing = self.times.seconds(hits, upto - hits, self._chunk)
@@ -134,7 +154,7 @@ class Loads:
 
     def note_refused(self) -> None:
         """A request computes what would have been loaded too late."""
-        self._disk.note_refused()
+        self._disk.speed.note_refused()
         self._num_refused += 1
 
     def begin(self, state: RequestState, plan: LoadPlan, num_tokens: int, chunk: int) -> bool:
@@ -171,7 +191,7 @@ class Loads:
         late = [loading for loading in self._loading.values() if now > loading.deadline]
         for loading in late:
             loading.load.cancel()
-            self._disk.note_late(len(loading.load.blocks), now - loading.begun)
+            self._disk.speed.note_late(len(loading.load.blocks), now - loading.begun)
         self._num_late += len(late)
         done = [loading for loading in self._loading.values() if loading.load.is_done]
         return [self._finish(loading) for loading in done]

@@ -16,6 +16,9 @@ class NoLoads:
 
     num_tokens = 0
 
+    def count(self, request_id: str, max_tokens: int) -> tuple[int, int]:
+        return 0, 0
+
     def plan(self, state: RequestState, hits: int, most: int) -> None: ...
     def collect(self) -> tuple[()]:
         return ()

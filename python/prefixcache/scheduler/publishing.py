@@ -72,7 +72,7 @@ class Publisher:
             [state.request_id for state, _ in written], [upto for _, upto in written]
         )
         for place, (state, upto) in enumerate(written):
-            if state.num_resets == self._cache.num_resets:
+            if state.num_resets == self._cache.versions.num_resets:
                 state.count_written(upto, duplicates.get(place, 0), self._cache.block_size)
             state.num_published_tokens = upto
             self._sharing.advance(state)

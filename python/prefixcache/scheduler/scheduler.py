@@ -190,7 +190,7 @@ class Scheduler:
         It is empty only when nothing waits or runs, when all was rejected, when nothing can be
         planned until the step in flight is completed, or until `wait_for_masks` has waited.
         """
-        self._cache.demote_expired()
+        self._cache.hints.demote_expired()
         self.sharing.next_step()
         self._reads.requeue()
         for state, upto in self.loads.collect():

@@ -59,7 +59,7 @@ class Slots:
 
         What a few blocks are left for is not known yet, so guesses do not get these.
         """
-        has_room = self._cache.num_free_blocks > self._num_spare
+        has_room = self._cache.core.num_free_blocks > self._num_spare
         size = self._cache.block_size
         # Block by block, since each may be where a state has to be kept.
         most = self._full_blocks(state.num_tokens + wanted)

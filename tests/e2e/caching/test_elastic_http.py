@@ -125,7 +125,7 @@ async def test_no_answer_changes_while_the_cache_grows_and_shrinks(tiny_checkpoi
             await text_of(client, completion([first, *range(20, 220)], 1))
         await client.post(PATH, json={"num_blocks": 40})
         assert (await stats(client))["memory"]["blocks_moved"] > found["memory"]["blocks_moved"]
-        engine.control._cache.validate()
+        engine.control._cache.core.validate()
 
 
 async def test_requests_that_no_longer_fit_are_asked_to_come_again(tiny_checkpoint):

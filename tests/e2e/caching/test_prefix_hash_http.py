@@ -50,7 +50,7 @@ async def cached(
     body: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1}
     response = await client.post("/v1/completions", json={**body, "cache_salt": salt})
     assert response.status_code == 200, response.text
-    core: PrefixCache = engine._engine._cache._cache
+    core: PrefixCache = engine._engine._cache.core
     hashes = core.compute_block_hashes(PROMPT, cache_salt=salt)
     assert core.probe(hashes) == len(PROMPT) // core.block_size * core.block_size
     return [hashes.to_bytes(index) for index in range(len(hashes))]
@@ -78,7 +78,7 @@ async def test_new_weights_have_another_root(served, folder, tiny_checkpoint):
     assert await routed(client) == new
     await updated(client, folder)
     assert await routed(client) == old
-    core = engine._engine._cache._cache
+    core = engine._engine._cache.core
     assert core.probe(core.compute_block_hashes(PROMPT)) == 0
     assert old == await cached(client, engine)
 

@@ -42,7 +42,7 @@ async def traffic(client: httpx.AsyncClient, pools: int) -> None:
 async def at(engine: AsyncEngine, seconds: float) -> None:
     """Sets the time that TTLs go by."""
     await engine.run(
-        lambda control: control.run_between_steps(partial(control._cache._cache.set_time, seconds))
+        lambda control: control.run_between_steps(partial(control._cache.core.set_time, seconds))
     )
 
 

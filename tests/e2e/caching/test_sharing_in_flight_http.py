@@ -122,7 +122,7 @@ async def watch(engine: AsyncEngine, client: httpx.AsyncClient, body: dict[str, 
     def watched_step() -> Any:
         nonlocal held
         outputs = step()
-        held = max(held, engine._engine._cache.stats()["blocks_in_use"])
+        held = max(held, engine._engine._cache.core.stats()["blocks_in_use"])
         return outputs
 
     engine._engine.step = watched_step  # type: ignore[method-assign]

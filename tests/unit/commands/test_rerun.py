@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 from fakes.fake_engine import make_engine
 from prefixcache import LLM, SamplingParams
 from prefixcache.cli.main import app
-from prefixcache.kv import record_writer
-from prefixcache.kv.request_records import RequestRecords, read_records
+from prefixcache.kv.recordings import record_writer
+from prefixcache.kv.recordings.request_records import RequestRecords, read_records
 from prefixcache.models.conversion import quantize_folder
 from prefixcache.types.request import CacheOptions, Request
 from prefixcache.types.structured_output import StructuredOutput

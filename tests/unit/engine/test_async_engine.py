@@ -91,7 +91,7 @@ async def start_held(served: Served) -> asyncio.Task[list[RequestOutput]]:
 
 
 def all_free(cache: CacheManager) -> Callable[[], bool]:
-    return lambda: cache.num_free_blocks == cache.num_blocks - 1
+    return lambda: cache.core.num_free_blocks == cache.size.num_blocks - 1
 
 
 def tokens_of(outputs: list[RequestOutput]) -> list[int]:
@@ -196,7 +196,7 @@ async def test_abort_ends_the_stream(serve: Make) -> None:
     outputs = await task
     assert tokens_of(outputs) == answer_alone(PROMPT, 4)
     assert outputs[-1].finish_reason == "abort"
-    assert served.cache.num_free_blocks == served.cache.num_blocks - 1
+    assert served.cache.core.num_free_blocks == served.cache.size.num_blocks - 1
 
 
 def ask(name: str, job: str | None = None) -> Request:
@@ -528,7 +528,7 @@ async def test_shutdown_aborts_what_runs(serve: Make) -> None:
     task, control = await start_held(served), served.engine.control
     await served.gate.open_for(served.engine, served.engine.shutdown())
     assert (await task)[-1].finish_reason == "abort"
-    assert served.cache.num_free_blocks == served.cache.num_blocks - 1
+    assert served.cache.core.num_free_blocks == served.cache.size.num_blocks - 1
     await served.engine.shutdown()
     for call in (lambda: served.engine.control, control.reset_prefix_cache):
         with pytest.raises(EngineDeadError, match="shut down"):

@@ -85,8 +85,8 @@ def driver() -> Driver:
 
 
 def all_free(driver: Driver) -> bool:
-    driver.cache.validate()
-    return driver.cache.num_free_blocks == driver.cache.num_blocks - 1
+    driver.cache.core.validate()
+    return driver.cache.core.num_free_blocks == driver.cache.size.num_blocks - 1
 
 
 def test_the_lone_answers_differ_by_weights(driver: Driver) -> None:
@@ -177,15 +177,15 @@ def test_recompute_forgets_the_tokens_in_the_cache_too(driver: Driver) -> None:
 def test_keep_goes_on_with_its_blocks_and_registers_nothing(driver: Driver) -> None:
     driver.add("kept", max_tokens=12)
     driver.step(3)
-    held = driver.cache.stats()["blocks_in_use"]
+    held = driver.cache.core.stats()["blocks_in_use"]
     before = list(driver.answers["kept"])
     driver.swap(1, "keep")
-    assert driver.cache.stats()["blocks_in_use"] == held
+    assert driver.cache.core.stats()["blocks_in_use"] == held
     driver.run()
     assert driver.restarted == []
     assert driver.answers["kept"][:3] == before
     assert len(driver.answers["kept"]) == 12
-    assert driver.cache.stats()["cached_blocks"] == 0
+    assert driver.cache.core.stats()["cached_blocks"] == 0
     assert driver.answer("b") == lone_answer(PROMPT, 8, 1)
     assert driver.cached["b"] == 0
     assert all_free(driver)
@@ -200,7 +200,7 @@ def test_a_kept_request_that_is_preempted_restarts_under_the_new_root() -> None:
     driver.run()
     assert driver.engine.control.prefix_cache_stats().preemptions
     assert len(driver.answers["kept"]) == 20
-    assert driver.cache.stats()["cached_blocks"] > 0
+    assert driver.cache.core.stats()["cached_blocks"] > 0
     prompt = [*PROMPT[8:16], *driver.answers["kept"][:4], 1]
     assert driver.answer("b", prompt=prompt) == lone_answer(prompt, 8, 1)
     assert driver.cached["b"] > 0
@@ -267,7 +267,7 @@ def test_sleep_gives_kv_back_and_tokens_stay(driver: Driver) -> None:
     assert driver.runner.weights == 0
     assert not driver.engine.has_work()
     assert all_free(driver)
-    assert driver.cache.stats()["cached_blocks"] == 0
+    assert driver.cache.core.stats()["cached_blocks"] == 0
     with pytest.raises(EngineHaltedError, match="asleep"):
         driver.add("b")
     driver.control.wake_up()

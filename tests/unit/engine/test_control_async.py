@@ -211,6 +211,6 @@ async def test_shutting_down_a_halted_engine_ends_its_requests(served: Served, d
     await asyncio.wait_for(served.engine.shutdown(drain=drain), 60)
     assert (await running)[-1].finish_reason == "abort"
     assert (await waiting)[-1].finish_reason == "abort"
-    assert served.cache.num_free_blocks == served.cache.num_blocks - 1
+    assert served.cache.core.num_free_blocks == served.cache.size.num_blocks - 1
     with pytest.raises(EngineDeadError):
         await served.engine.run(lambda control: control.update_weights_from_disk("1"))

@@ -68,7 +68,7 @@ class Served:
     def run(self) -> None:
         while self.engine.has_unfinished():
             self.step()
-        self.engine._cache.validate()
+        self.engine._cache.core.validate()
 
     def answer(self, name: str, prompt: list[int]) -> list[tuple[int, float]]:
         self.add(name, prompt)
@@ -99,8 +99,8 @@ class Served:
         """The first prompt lies on the disk alone, or some of what it needs does."""
         self.answer("first", PROMPT)
         for seed in itertools.count(1):
-            found = self.engine._cache.look_up(PROMPT, None)
-            if not (found.hit_tokens or (whole and found.whole_tokens)):
+            found = self.engine._cache.reader.look_up(PROMPT, None)
+            if not (found.hit_tokens or (whole and found.full_attention_tokens)):
                 break
             self.answer("other", tokens(230, seed=seed))
         self.until((0, self.hit))
@@ -351,7 +351,7 @@ def test_schedules_with_a_disk_change_no_bit(tiny_checkpoint, tmp_path, monkeypa
     bench, total = Bench(tiny_checkpoint(name, **WIDE), "float32"), Counts()
     # The second engine finds what the first has evicted, and writes only ahead of evictions.
     for queue_bytes in (1 << 20, 0):
-        monkeypatch.setattr("prefixcache.runner.cpu.disk._QUEUE_BYTES", queue_bytes)
+        monkeypatch.setattr("prefixcache.kv.tiers.host_blocks._QUEUE_BYTES", queue_bytes)
         total.add(bench.compare(schedule_on_disk(2, tmp_path / "disk")))
     assert total.differences == total.block_differences == 0
     assert total.disk_tokens > 0

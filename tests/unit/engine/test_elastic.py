@@ -52,7 +52,7 @@ class Elastic:
         assert self.engine._pool is not None
         self.pool: ElasticPool = self.engine._pool
         if slow:
-            self.pool._moves.num_blocks = self.pool._trims.num_blocks = 1
+            self.pool._moves.num_blocks = self.pool._above.pace.num_blocks = 1
         self.control = self.engine.control
         self.tokens: dict[str, list[int]] = {}
         self.cached: dict[str, int] = {}
@@ -69,7 +69,7 @@ class Elastic:
                 self.cached.setdefault(output.request_id, output.num_cached_tokens)
                 if output.finished:
                     self.errors[output.request_id] = output.error
-        self.cache.validate()
+        self.cache.core.validate()
 
     def run(self) -> None:
         for _ in range(500):
@@ -185,7 +185,7 @@ def test_what_was_used_last_survives_wherever_it_lies() -> None:
     status = elastic.control.resize(num_blocks=17)
     assert status.blocks_moved >= 12
     assert status.blocks_lost == 36 - 16
-    elastic.cache.validate()
+    elastic.cache.core.validate()
     hits = {number: elastic.engine.probe(make_request("", prompts[number])) for number in range(9)}
     assert hits == {0: 16, 8: 16, 7: 16, 6: 16} | dict.fromkeys(range(1, 6), 0)
     for number in (0, 8):
@@ -205,7 +205,7 @@ def test_content_that_was_not_copied_shows_and_a_failed_copy_loses_none(monkeypa
     if fails:
         with pytest.raises(RuntimeError, match="out of memory"):
             elastic.control.resize(num_blocks=17)
-        assert elastic.pool.num_blocks == elastic.cache.num_blocks == 40
+        assert elastic.pool.num_blocks == elastic.cache.size.num_blocks == 40
         assert elastic.answer("the last", prompts[8], 6) == 16
         elastic.pool.resize(17)
         elastic.run()
@@ -220,7 +220,7 @@ def test_content_that_was_not_copied_shows_and_a_failed_copy_loses_none(monkeypa
 def test_only_that_many_blocks_outlive_their_requests(most: int) -> None:
     elastic = Elastic(max_cached_blocks=most)
     prompts = fill(elastic, 3)
-    assert elastic.cache.stats()["cached_blocks"] == most
+    assert elastic.cache.core.stats()["cached_blocks"] == most
     cached = [elastic.engine.probe(make_request("", prompt)) for prompt in prompts]
     assert cached == ([0, 0, 0] if most == 0 else [0, 8, 16])
 
@@ -274,7 +274,7 @@ def test_a_size_that_cannot_be_chosen_is_logged_once_with_its_stack_and_then_cou
 
 def test_slices_that_have_little_to_do_do_not_make_later_ones_longer() -> None:
     elastic = Elastic(num_blocks=64)
-    paces = elastic.pool._moves, elastic.pool._trims
+    paces = elastic.pool._moves, elastic.pool._above.pace
     before = [pace.num_blocks for pace in paces]
     for _ in range(70):
         elastic.control.resize(num_blocks=10)
@@ -298,12 +298,12 @@ def test_without_a_prefix_cache_only_live_blocks_hold_memory() -> None:
 
 def test_what_the_shares_are_of_follows_the_size() -> None:
     elastic = Elastic(groups=(("sliding_window", 1000),), retention=Retention(pin=True))
-    before = elastic.cache._max_pinned
+    before = elastic.cache._pins._most
     elastic.control.resize(num_blocks=21)
-    assert (before, elastic.cache._max_pinned) == (7, 4)
+    assert (before, elastic.cache._pins._most) == (7, 4)
     elastic.add("a", PROMPT, 4)
     elastic.step()
-    assert elastic.cache.usage == pytest.approx(4 / 20)
+    assert elastic.cache.size.usage == pytest.approx(4 / 20)
 
 
 @pytest.mark.parametrize(
@@ -345,10 +345,10 @@ def test_while_the_engine_sleeps_it_waits_for_the_wake_up() -> None:
     control.sleep()
     assert not control.resize(num_blocks=50).is_done
     assert not control.resize(num_blocks=20).is_done
-    assert cache.num_blocks == 40
+    assert cache.size.num_blocks == 40
     control.wake_up()
     assert control.resize_status.is_done
-    assert cache.num_blocks == pool.memory.num_blocks == 20
+    assert cache.size.num_blocks == pool.memory.num_blocks == 20
     engine.add_request(make_request("a", PROMPT, max_tokens=4))
     tokens = [token for _ in range(4) for output in engine.step() for token in output.token_ids]
     assert tokens == lone_answer(PROMPT, 4, 0)
@@ -368,7 +368,7 @@ def test_a_wake_up_that_lacks_memory_lets_it_wait_on(monkeypatch: pytest.MonkeyP
     assert pool.memory.num_blocks == 40
     control.wake_up()
     assert control.resize_status.is_done
-    assert cache.num_blocks == pool.memory.num_blocks == 50
+    assert cache.size.num_blocks == pool.memory.num_blocks == 50
 
 
 def _lack_memory(memory: FakeMemory) -> None:
@@ -387,7 +387,7 @@ def test_a_shrink_that_sleep_interrupts_ends_with_the_wake_up() -> None:
     assert not pool.advance()
     engine.control.wake_up()
     assert engine.control.resize_status.is_done
-    assert cache.num_blocks == 10
+    assert cache.size.num_blocks == 10
     assert not engine.has_work()
 
 
@@ -398,7 +398,7 @@ def test_a_resize_is_refused_while_weights_change() -> None:
         InvalidRequestError, match=r"num_blocks .* end_weight_update .* 2 to 64 blocks"
     ):
         engine.control.resize(num_blocks=20)
-    assert cache.num_blocks == 40
+    assert cache.size.num_blocks == 40
     assert engine.control.resize_status.is_done
 
 

@@ -53,7 +53,7 @@ def test_an_answer_ends_at_max_tokens() -> None:
     )
     assert [output.finish_reason for output in outputs] == [None, None, None, "length"]
     assert outputs[-1].num_prompt_tokens == 5
-    assert cache.num_free_blocks == cache.num_blocks - 1
+    assert cache.core.num_free_blocks == cache.size.num_blocks - 1
 
 
 def test_max_tokens_none_fills_the_context() -> None:
@@ -96,7 +96,7 @@ def test_a_stop_string_ends_the_answer_and_wins_over_the_length() -> None:
     engine, _, cache = make_engine()
     last = run_one(engine, max_tokens=3, stop=(stop,))[-1]
     assert (last.text, last.finish_reason, last.stop_reason) == ("", "stop", stop)
-    assert cache.num_free_blocks == cache.num_blocks - 1
+    assert cache.core.num_free_blocks == cache.size.num_blocks - 1
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_abort_frees_running_and_waiting_requests() -> None:
         ("b", "abort"),
     ]
     assert not engine.has_unfinished()
-    assert cache.num_free_blocks == cache.num_blocks - 1
+    assert cache.core.num_free_blocks == cache.size.num_blocks - 1
 
 
 def test_an_unusable_row_fails_its_request_alone() -> None:
@@ -146,7 +146,7 @@ def test_an_unusable_row_fails_its_request_alone() -> None:
         ("error", "broken")
     ]
     assert tokens_of(outputs["good"]) == answer_alone(PROMPT, 3)
-    assert cache.num_free_blocks == cache.num_blocks - 1
+    assert cache.core.num_free_blocks == cache.size.num_blocks - 1
 
 
 def test_a_failing_detokenizer_fails_its_request_alone(caplog: pytest.LogCaptureFixture) -> None:
@@ -164,7 +164,7 @@ def test_a_failing_detokenizer_fails_its_request_alone(caplog: pytest.LogCapture
         "RuntimeError, of which the log says more"
     ]
     assert tokens_of(outputs["good"]) == answer_alone([9, 8], 4)
-    assert cache.num_free_blocks == cache.num_blocks - 1
+    assert cache.core.num_free_blocks == cache.size.num_blocks - 1
 
 
 def test_a_failed_step_ends_its_requests_and_the_engine_serves_on() -> None:
@@ -175,7 +175,7 @@ def test_a_failed_step_ends_its_requests_and_the_engine_serves_on() -> None:
         "error",
         "RuntimeError, of which the log says more",
     )
-    assert cache.num_free_blocks == cache.num_blocks - 1
+    assert cache.core.num_free_blocks == cache.size.num_blocks - 1
     assert tokens_of(run_one(engine)) == answer_alone(PROMPT, 4)
 
 
@@ -198,7 +198,7 @@ def leaves_nothing(engine: Engine, cache: CacheManager) -> bool:
     return (
         not engine.has_unfinished()
         and tokens_of(run_one(engine)) == answer_alone(PROMPT, 4)
-        and cache.num_free_blocks == cache.num_blocks - 1
+        and cache.core.num_free_blocks == cache.size.num_blocks - 1
     )
 
 
@@ -244,7 +244,7 @@ def test_an_answer_that_cannot_begin_again_fails_alone(caplog: pytest.LogCapture
     assert tokens_of([output for _ in range(4) for output in engine.step()]) == answer_alone(
         PROMPT, 4
     )
-    assert cache.num_free_blocks == cache.num_blocks - 1
+    assert cache.core.num_free_blocks == cache.size.num_blocks - 1
 
 
 @pytest.mark.parametrize("salt", ["\ud800", "a\udfffb", b"bytes", 7])
@@ -352,26 +352,20 @@ def test_metrics_show_running_and_waiting_requests() -> None:
     assert value("prefixcache:kv_cache_usage_perc") == pytest.approx(0.2)
 
 
-class _SlowFile(CacheManager):
-    """A cache whose file is being read for all but short requests."""
-
-    num_reads = 3
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.asking: list[str] = []
-
-    def reads_first(self, request_id: str, hit_tokens: int) -> bool:
-        self.asking.append(request_id)
-        return self.num_reads > 0 and not request_id.startswith("short")
-
-
 def test_a_request_whose_blocks_are_read_waits_and_others_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = mock.Mock(wraps=time, sleep=mock.Mock())
     monkeypatch.setattr(loading, "time", clock)
-    engine, _, cache = make_engine(make_cache=_SlowFile)
+    asking: list[str] = []
+
+    def needs_reads(reads: loading.Reads, request_id: str, hits: int) -> bool:
+        asking.append(request_id)
+        return bool(reads._num_left) and not request_id.startswith("short")
+
+    monkeypatch.setattr(loading.Reads, "_needs_reads", needs_reads)
+    monkeypatch.setattr(loading.Reads, "_num_left", 3)
+    engine, _, cache = make_engine()
     engine.add_request(make_request("long"))
     engine.add_request(make_request("given up"))
     assert tokens_of(run_until(engine, make_request("short"))) == answer_alone(PROMPT, 4)
@@ -380,13 +374,13 @@ def test_a_request_whose_blocks_are_read_waits_and_others_go_on(
     assert not clock.sleep.called
     engine.step()
     assert clock.sleep.called, "a step without rows does not ask again at once"
-    assert cache.asking.count("long") == 1
-    assert cache.num_free_blocks == cache.num_blocks - 1
+    assert asking.count("long") == 1
+    assert cache.core.num_free_blocks == cache.size.num_blocks - 1
     engine.abort(["given up"])
     assert value("prefixcache:num_requests_waiting") == 1
-    monkeypatch.setattr(_SlowFile, "num_reads", 0)
+    monkeypatch.setattr(loading.Reads, "_num_left", 0)
     assert tokens_of(run(engine)["long"]) == answer_alone(PROMPT, 4)
-    monkeypatch.setattr(_SlowFile, "num_reads", 3)
+    monkeypatch.setattr(loading.Reads, "_num_left", 3)
     engine.add_request(make_request("forgotten"))
     engine.step()
     engine.forget_all()

@@ -74,13 +74,13 @@ def test_at_every_line_of_a_step(ahead: bool, groups: Any, seed: int) -> None:
         if isinstance(runner, LateRunner):
             runner.finish()
         assert engine.jobs.queue_length == 0
-        cache.validate()
-        assert cache.num_free_blocks == cache.num_usable_blocks, places
+        cache.core.validate()
+        assert cache.core.num_free_blocks == cache.size.num_usable_blocks, places
         engine.add_request(make_request("a", PROMPTS[0], max_tokens=5))
         outputs = [output for _ in range(20) for output in engine.step()]
         reported = [token for output in outputs for token in output.token_ids]
         assert reported == answer_alone(PROMPTS[0], 5), places
-        assert cache.num_free_blocks == cache.num_usable_blocks, places
+        assert cache.core.num_free_blocks == cache.size.num_usable_blocks, places
         if not places:
             return
 

@@ -153,7 +153,7 @@ def test_a_long_prompt_holds_a_chunk_of_convolutions_and_leaves_its_anchors(
 
     def watched(plan: StepPlan) -> InFlightStep:
         cache = engine.engine._cache
-        held.append(cache.num_usable_blocks - cache.num_free_blocks)
+        held.append(cache.size.num_usable_blocks - cache.core.num_free_blocks)
         return submit(plan)
 
     engine.engine._steps._runner.submit = watched  # type: ignore[method-assign]
@@ -244,21 +244,21 @@ def test_a_prompt_that_lacks_blocks_alone_stands_in_nobodys_way(folder: Path, gr
     built_engine = built(folder, enable_prefix_caching=False, **flags)
     engine, cache = built_engine.engine, built_engine.engine._cache
     num_blocks = 1 + 10 + cache.groups.count("state")
-    assert num_blocks <= cache.most_blocks(150, 64)
+    assert num_blocks <= cache.core.most_blocks(150, 64)
     engine.add_request(requested("long", tokens(150), 4))
     engine.add_request(requested("short", tokens(20), 4))
     if grows:
         engine.control.adjust_pool(lambda pool: pool.allow(num_blocks))
     else:
         engine.control.resize(num_blocks=num_blocks)
-    assert cache.num_blocks == num_blocks
+    assert cache.size.num_blocks == num_blocks
     ends: dict[str, tuple[str | None, str | None]] = {}
     for _ in range(60):
         ends |= {o.request_id: (o.finish_reason, o.error_code) for o in engine.step()}
     lacks = ("error", "insufficient_kv_cache")
     assert ends == {"long": ("length", None) if grows else lacks, "short": ("length", None)}
     assert not engine.has_unfinished()
-    assert cache.num_free_blocks == cache.num_usable_blocks
+    assert cache.core.num_free_blocks == cache.size.num_usable_blocks
 
 
 def test_another_process_resumes_from_kept_blocks(any_folder: Path, tmp_path: Path) -> None:

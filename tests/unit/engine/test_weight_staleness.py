@@ -13,7 +13,7 @@ import pytest
 from fakes.fake_memory import lone_answer, make_versioned_engine
 from prefixcache.config.engine_config import CacheConfig
 from prefixcache.exceptions import FieldError, InvalidRequestError
-from prefixcache.kv.cache_manager import GroupKind
+from prefixcache.kv.specs import GroupKind
 from prefixcache.types.request import CacheOptions, Request
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.token_ids import as_token_ids
@@ -68,7 +68,7 @@ class Server:
             if not self.engine.has_work():
                 break
             self.step()
-        self.cache.validate()
+        self.cache.core.validate()
 
     def answer(self, name: str, **options: Any) -> list[int]:
         self.add(name, **options)
@@ -140,7 +140,7 @@ def test_without_a_bound_all_versions_count_and_only_those_with_a_hit_are_hashed
         server.answer(f"{weights}", prompt=[1 + weights % 9, *PROMPT[1:]])
     server.add("b", max_weight_staleness=-1)
     assert server.cache.count_hits("b", FULL) == FULL
-    assert [*server.cache._older["b"].sequences] == [79, 0]
+    assert [*server.cache.versions._older["b"].sequences] == [79, 0]
     server.run()
     assert (server.cached["b"], server.staleness["b"]) == (FULL, 79)
     assert server.answer("c", max_weight_staleness=64) == lone_answer(PROMPT, 8, 79)

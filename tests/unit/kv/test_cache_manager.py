@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from fakes.fake_cache import make_cache
 from prefixcache.kv.buffers import BlockTableBuffers
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.retention import Retention
@@ -28,16 +29,16 @@ def started(cache: CacheManager, name: str, length: int, salt: str | None = None
 
 
 def test_released_requests_resume_and_freed_ones_are_forgotten() -> None:
-    cache = CacheManager(9, 4, model="m")
+    cache = make_cache(9, 4, model="m")
     cache.commit(started(cache, "a", 8), 0, 8, 99)
     cache.mark_filled(["a"], [8])
     cache.append_tokens({"a": 77})
     cache.release(["a"])
-    assert cache.num_free_blocks == cache.num_blocks - 1
+    assert cache.core.num_free_blocks == cache.size.num_blocks - 1
     assert cache.commit("a", cache.count_hits("a", 99), 4, 99) == 8
     started(cache, "waiting", 4)
     cache.free(["a", "waiting"])
-    assert cache.num_free_blocks == cache.num_blocks - 1
+    assert cache.core.num_free_blocks == cache.size.num_blocks - 1
     with pytest.raises(KeyError):
         cache.count_hits("a", 99)
 
@@ -45,7 +46,7 @@ def test_released_requests_resume_and_freed_ones_are_forgotten() -> None:
 def test_with_windows_a_shorter_length_than_the_longest_need_not_hit() -> None:
     """So the cache knows how much of a prompt may be taken, and does not find it cut off."""
     retention = Retention(interval=None)
-    cache = CacheManager(6, 4, groups=[("sliding_window", 4)], retention=retention, model="m")
+    cache = make_cache(6, 4, groups=[("sliding_window", 4)], retention=retention, model="m")
     cache.commit(started(cache, "a", 16), 0, 16, 4)
     for upto in (4, 8, 12, 16):
         assert cache.ensure_slots([("a", upto)]) == 1
@@ -53,17 +54,17 @@ def test_with_windows_a_shorter_length_than_the_longest_need_not_hit() -> None:
         cache.drop_unneeded([("a", upto)])
     cache.free(["a"])
     request = Request(request_id="b", prompt_token_ids=list(range(17)), params=SamplingParams())
-    assert cache.probe(request) == cache.count_hits(started(cache, "b", 16), 16) == 16
+    assert cache.reader.probe(request) == cache.count_hits(started(cache, "b", 16), 16) == 16
     assert cache.count_hits("b", 15) == 12
     cache.commit(started(cache, "other", 16, "salt"), 0, 16, 16)
     assert cache.count_hits("b", 16) == 16, "the last window is recycled last"
     assert cache.count_hits("b", 15) == 0
     shorter = Request(request_id="c", prompt_token_ids=list(range(16)), params=SamplingParams())
-    assert (cache.probe(request), cache.probe(shorter)) == (16, 0)
+    assert (cache.reader.probe(request), cache.reader.probe(shorter)) == (16, 0)
 
 
 def test_fill_writes_pages_and_slots() -> None:
-    cache = CacheManager(9, 4, model="m")
+    cache = make_cache(9, 4, model="m")
     cache.commit(started(cache, "a", 10), 0, 12, 99)
     cache.commit(started(cache, "b", 5), 0, 8, 99)
     tables = BlockTableBuffers.of_size(max_tokens=32, max_seqs=8, max_pages=8)
@@ -82,14 +83,14 @@ def test_fill_writes_pages_and_slots() -> None:
 
 def test_debugging_shows_what_the_cache_does(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "prefixcache")
-    cache = CacheManager(9, 4, model="m")
+    cache = make_cache(9, 4, model="m")
     cache.commit(started(cache, "a", 10), 0, 12, 99)
     cache.mark_filled(["a"], [10])
     cache.commit(started(cache, "b", 10), 8, 4, 99)
     cache.release(["b"])
     assert cache.commit(started(cache, "c", 99), 0, 99, 99) is None
     cache.free(["a"])
-    cache.reset()
+    cache.versions.reset()
     assert [record.getMessage() for record in caplog.records] == [
         "Request a hits 0 tokens in the cache.",
         "Request b hits 8 tokens in the cache.",

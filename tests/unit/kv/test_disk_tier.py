@@ -111,17 +111,17 @@ def test_a_clear_does_not_wait_for_a_disk_that_hangs(make, monkeypatch):
 
 def test_a_clear_waits_a_bounded_time_and_says_so(make, monkeypatch, caplog):
     tiered, go = make(), threading.Event()
-    void, clear = tiered.tier._void_store, DiskStore.clear
+    void, clear = tiered.tier._clearing._void_store, DiskStore.clear
     hashes = evicted(tiered)
     monkeypatch.setattr(disk_tier, "_FORGET_SECONDS", 0.01)
-    monkeypatch.setattr(tiered.tier, "_void_store", lambda: go.wait(600) and void())
+    monkeypatch.setattr(tiered.tier._clearing, "_void_store", lambda: go.wait(600) and void())
     monkeypatch.setattr(DiskStore, "clear", lambda store: go.wait(600) and clear(store))
     tiered.cache.clear_cache_index()
     tiered.tier.forget()
     assert "may find what was cleared" in caplog.text
     assert tiered.count(hashes) == 0
     go.set()
-    tiered.until(tiered.tier._is_void)
+    tiered.until(tiered.tier._clearing._is_void)
     second = make()
     second.until(lambda: second.tier._is_listed)
     assert second.count(hashes) == 0
@@ -158,7 +158,7 @@ def test_blocks_are_written_ahead_once_more_are_there_than_the_queue_holds_or_ar
     tiered = Tiered(folder, queue_bytes=2 * VALUE_BYTES, starts=False)
     tiered.compute(100, num_blocks=4)
     assert not tiered.staging.has_staged
-    tiered.cache.resize(6)
+    tiered.cache.size.resize(6)
     assert tiered.staging.has_staged
     assert len(tiered.staging.take(9, 0)) == 4
     assert not tiered.staging.has_staged

@@ -23,7 +23,7 @@ from support.scheduler_bench import Bench, prompt_of
 def refused(bench: Bench, name: str, prompt: list[int], threshold: float | None) -> bool:
     """Whether the request ends below the threshold; otherwise it runs to its end."""
     bench.add(name, prompt, cache=CacheOptions(hit_threshold=threshold))
-    before = bench.cache.stats()
+    before = bench.cache.core.stats()
     bench.run()
     rejected = bench.scheduler.take_rejected()
     if not rejected:
@@ -31,8 +31,8 @@ def refused(bench: Bench, name: str, prompt: list[int], threshold: float | None)
     ((request_id, ending, _),) = rejected
     assert (request_id, ending.finish_reason) == (name, "cache_threshold")
     assert bench.answers[name] == []
-    assert bench.cache.num_free_blocks == bench.cache.num_blocks - 1
-    assert bench.cache.stats()["allocations"] == before["allocations"]
+    assert bench.cache.core.num_free_blocks == bench.cache.size.num_blocks - 1
+    assert bench.cache.core.stats()["allocations"] == before["allocations"]
     return True
 
 
@@ -99,7 +99,7 @@ def test_no_threshold_ends_a_prompt_alone(own: float | None) -> None:
     bench.add("a", prompt_of(40), max_tokens=0, cache=CacheOptions(hit_threshold=own))
     bench.step()
     assert bench.scheduler.take_rejected() == []
-    assert bench.cache.stats()["cached_blocks"] == 10
+    assert bench.cache.core.stats()["cached_blocks"] == 10
 
 
 def test_without_reading_the_ratio_is_zero() -> None:
@@ -163,7 +163,7 @@ def test_a_preempted_request_whose_blocks_were_recycled_is_not_recomputed(thresh
     sent = bench.answers["second"]
     assert len(sent) == 9
     assert sent == answer_alone(PROMPT, 9)
-    assert bench.cache.num_free_blocks == bench.cache.num_blocks - 1
+    assert bench.cache.core.num_free_blocks == bench.cache.size.num_blocks - 1
 
 
 @pytest.mark.parametrize(

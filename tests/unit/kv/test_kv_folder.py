@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from fakes.fake_cache import make_cache
 from prefixcache._core import KVFile, PrefixCache
 from prefixcache.cli.main import app
 from prefixcache.exceptions import OutOfMemoryError
-from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.kv_folder import FileLayout, KeptFile, KVFolder, open_kept_file
 from prefixcache.kv.retention import Retention
 from prefixcache.runner.cpu.file_memory import FileMemory
+from prefixcache.scheduler.loading import Reads
 
 _BLOCK_BYTES = 4096
 _NUM_BLOCKS = 8
@@ -145,16 +146,11 @@ def test_what_a_commit_may_read_itself_is_bounded(folder):
     """4 MiB, as docs/guides/restart.md says."""
     file = opened(folder)
     assert file.commit_blocks * 2 * _BLOCK_BYTES == 4 << 20
-    manager = CacheManager(_NUM_BLOCKS, 16, weights="blake3:a", model="m")
-    manager.keep_in(file)
-    core, file.core = mock.Mock(), mock.Mock(num_asked=3)
-    with (
-        mock.patch.object(manager, "_cache", core),
-        mock.patch.dict(manager._sequences, {"a": mock.sentinel.sequence}),
-    ):
-        assert manager.reads_first("a", 64) is core.reads_first.return_value
-    core.reads_first.assert_called_once_with(mock.sentinel.sequence, 64, file.commit_blocks)
-    assert manager.num_reads == 3
+    cache = mock.Mock(file=file)
+    cache.sequence.return_value = mock.sentinel.sequence
+    assert Reads(cache, mock.Mock()).must_wait(mock.Mock(), 64)
+    asked = cache.core.reads_first
+    asked.assert_called_once_with(mock.sentinel.sequence, 64, file.commit_blocks)
 
 
 def test_a_reset_that_the_disk_does_not_take_is_logged(folder, caplog):
@@ -265,11 +261,11 @@ def test_pins_of_an_earlier_life_follow_the_rules_of_this_one(folder, prompt, re
     del cache
     file.close()
     windows = [("sliding_window", 64)]
-    manager = CacheManager(
+    manager = make_cache(
         _NUM_BLOCKS, 16, weights="blake3:a", groups=windows, retention=retention, model="m"
     )
     manager.keep_in(opened(folder))
-    assert manager.stats()["pinned_blocks"] == pinned
+    assert manager.core.stats()["pinned_blocks"] == pinned
 
 
 def test_priorities_of_earlier_lives_keep_their_owners_and_their_ends(folder):

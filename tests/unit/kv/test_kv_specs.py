@@ -10,11 +10,12 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from fakes.fake_cache import make_cache
 from prefixcache.config.engine_config import CacheConfig
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.core import PrefixCache
 from prefixcache.exceptions import FieldError
-from prefixcache.kv.cache_manager import CacheManager, fitting_tokens
+from prefixcache.kv.cache_settings import fitting_tokens
 from prefixcache.kv.specs import GroupKind, KVGroup, kv_layout, layer_places
 from prefixcache.runner.cpu.kv_memory import KVMemory
 from prefixcache.runner.sizing import MemorySize, choose_num_blocks
@@ -66,8 +67,8 @@ def test_layers_of_one_kind_are_one_group(windows: tuple[int | None, ...], group
 
 
 def test_one_full_group_has_the_hashes_of_a_cache_without_groups() -> None:
-    cache = CacheManager(2, 16, groups=kv_layout(model_of((), 3)).kinds, model="m")
-    assert cache.root_hash == PrefixCache(2, 16, model="m").root_hash()
+    cache = make_cache(2, 16, groups=kv_layout(model_of((), 3)).kinds, model="m")
+    assert cache.core.root_hash() == PrefixCache(2, 16, model="m").root_hash()
 
 
 layers = st.lists(st.sampled_from([None, None, 1, 16, 512]), min_size=1, max_size=40).map(tuple)
@@ -258,8 +259,8 @@ def test_the_longest_sequence_is_the_last_that_the_pool_holds(
     windows: tuple[int | None, ...], num_blocks: int
 ) -> None:
     groups = kv_layout(model_of(windows)).kinds
-    cache = CacheManager(2, 4, groups=groups, model="m")
-    fits = [n for n in range(1, 201) if cache.most_blocks(n, 8) <= num_blocks - 1]
+    cache = make_cache(2, 4, groups=groups, model="m")
+    fits = [n for n in range(1, 201) if cache.core.most_blocks(n, 8) <= num_blocks - 1]
     assert fits == [*range(1, len(fits) + 1)], "what is shorter fits too"
     assert fitting_tokens(num_blocks, 4, groups, chunk=8, most=200) == len(fits)
     if windows == (None,):

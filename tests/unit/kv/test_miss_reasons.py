@@ -81,7 +81,7 @@ class Room:
 
     def leave_cached(self, count: int) -> None:
         """Evicts all but the blocks that are evicted last."""
-        self.cache._cache.release_cached(self.cache.stats()["cached_blocks"] - count)
+        self.cache.core.release_cached(self.cache.core.stats()["cached_blocks"] - count)
 
     def explain(
         self,
@@ -178,7 +178,7 @@ def test_cleared_and_other_weights() -> None:
     room.engine.control.reset_prefix_cache()
     room.check(PROMPT, 0, "cleared")
     room.check(PROMPT, 20, "tail")
-    room.cache.new_weight_version()
+    room.cache.versions.renew()
     room.check(PROMPT, 0, "weights_changed")
     # What was gone before the clear was not cleared.
     for other in others(8):
@@ -254,7 +254,7 @@ def test_windows_alone() -> None:
     for other in others(8):
         room.send(other)
     room.check(first, 0, "window_lost")
-    room.cache.new_weight_version()
+    room.cache.versions.renew()
     room.check(first, 0, "weights_changed")
 
 
@@ -278,13 +278,13 @@ def test_a_loss_that_nobody_could_take_note_of_is_still_one() -> None:
     """Too many at once for the log: only the history knows that the block was there."""
     room = Room()
     room.send(PROMPT)
-    room.cache.take_evictions(1000)
+    room.cache.core.take_evictions(1000)
     for other in others(8):
         request = make_request(str(other), other, max_tokens=1)
         room.engine.add_request(request)
         while room.engine.has_work():
             room.engine.step()
-    room.cache.take_evictions(1000)
+    room.cache.core.take_evictions(1000)
     found = room.explain(PROMPT)
     assert found.miss.reason == "evicted"
     assert found.miss.detail is not None

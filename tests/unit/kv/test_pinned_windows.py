@@ -45,7 +45,7 @@ class Pins(Bench):
         self._names = map(str, itertools.count())
 
     def stat(self, name: str) -> int:
-        return self.cache.stats()[name]
+        return self.cache.core.stats()[name]
 
     def begin(self, prompt: list[int], max_tokens: int = 1, **options: Any) -> str:
         """Adds a request and computes its first chunk."""
@@ -64,11 +64,11 @@ class Pins(Bench):
 
     def abort(self, *names: str) -> None:
         assert self.scheduler.finish(names) == list(names)
-        self.cache.validate()
+        self.cache.core.validate()
 
     def push_out(self) -> None:
         """Gives every block that is not pinned other content, and pins none of it."""
-        for number in range(self.cache.num_usable_blocks // 10):
+        for number in range(self.cache.size.num_usable_blocks // 10):
             name = self.begin(prompt(1000 + number, 4 * 10 + 1), max_tokens=9)
             self.run_until_answered(name)
             self.abort(name)
@@ -79,18 +79,19 @@ class Pins(Bench):
 
     def assert_counts(self) -> None:
         """As the pool itself counts them, block by block."""
-        self.cache.validate()
-        stats = self.cache.stats()
+        self.cache.core.validate()
+        stats = self.cache.core.stats()
         assert min(stats.values()) >= 0
-        assert stats["pinned_free_blocks"] <= stats["pinned_blocks"] <= self.cache.num_usable_blocks
-        assert stats["free_blocks"] + stats["blocks_in_use"] == self.cache.num_usable_blocks
+        usable = self.cache.size.num_usable_blocks
+        assert stats["pinned_free_blocks"] <= stats["pinned_blocks"] <= usable
+        assert stats["free_blocks"] + stats["blocks_in_use"] == usable
 
     def held(self) -> int:
         return self.stat("blocks_in_use")
 
     def assert_at_rest(self) -> None:
-        assert self.held() == self.cache.usage == 0
-        assert self.stat("free_blocks") == self.cache.num_usable_blocks
+        assert self.held() == self.cache.size.usage == 0
+        assert self.stat("free_blocks") == self.cache.size.num_usable_blocks
         assert self.stat("pinned_blocks") == self.stat("pinned_free_blocks")
 
 
@@ -121,7 +122,7 @@ def test_windows_are_released_while_the_prompt_is_computed() -> None:
         most = max(most, pins.held())
         pins.step()
     assert pins.answers[name] == answer_alone(prompt(0, 301), 40)
-    assert most <= pins.cache.most_blocks(301 + 40, CHUNK) <= 86 + 2 * 9
+    assert most <= pins.cache.core.most_blocks(301 + 40, CHUNK) <= 86 + 2 * 9
     pins.assert_at_rest()
 
 
@@ -153,11 +154,11 @@ def test_what_does_not_fit_takes_no_pin() -> None:
     """All or nothing: the pinned blocks that were there did not suffice."""
     pins = full_of_pins()
     pins.begin(prompt(8, 201), max_tokens=1)
-    before = pins.cache.stats()
+    before = pins.cache.core.stats()
     pins.add("waits", prompt(9, 201), max_tokens=1)
     pins.step()
     assert pins.scheduler.num_waiting == 1
-    after = pins.cache.stats()
+    after = pins.cache.core.stats()
     grown = after["allocations"] - before["allocations"]
     assert after["pinned_evictions"] - before["pinned_evictions"] <= grown <= 2 * CHUNK // 4
     pins.run()
@@ -181,8 +182,8 @@ def test_long_prompts_that_come_together_are_admitted_whole() -> None:
 
 def test_a_request_that_needs_the_whole_pool_starts_on_a_pool_full_of_pins() -> None:
     pins = full_of_pins()
-    usable = pins.cache.num_usable_blocks
-    longest = max(n for n in range(1, 500) if pins.cache.most_blocks(n, CHUNK) <= usable)
+    usable = pins.cache.size.num_usable_blocks
+    longest = max(n for n in range(1, 500) if pins.cache.core.most_blocks(n, CHUNK) <= usable)
     assert longest > 4 * 0.75 * usable
     name = pins.begin(prompt(9, longest - 8), max_tokens=9)
     assert pins.scheduler.num_running == 1
@@ -200,7 +201,7 @@ def test_the_engine_pins_what_ended_well(end: str) -> None:
     stops = {"stop_token_ids": (answer[7],)} if end == "stop" else {}
     engine.add_request(make_request("a", prompt(0), max_tokens=8, **stops))
     engine.step()
-    before = cache.stats()["pins"]
+    before = cache.core.stats()["pins"]
     if end == "abort":
         engine.abort(["a"])
     if end == "failed request":
@@ -209,8 +210,8 @@ def test_the_engine_pins_what_ended_well(end: str) -> None:
         runner.failures.append(RuntimeError("a planted failure"))
     while engine.has_unfinished():
         engine.step()
-    assert (cache.stats()["pins"] > before) is (end in ("stop", "length"))
-    assert cache.usage == 0
+    assert (cache.core.stats()["pins"] > before) is (end in ("stop", "length"))
+    assert cache.size.usage == 0
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1])
@@ -236,7 +237,7 @@ def test_a_pin_of_a_hit_that_is_shared_lasts_when_one_holder_drops_it() -> None:
     while len(pins.answers[first]) < 30:
         pins.step()  # both windows move on, and the first one ends
     held = set(pins.cache._sequences[second].block_table(0)) - {0}
-    assert not held & set(pins.cache._cache.free_order()), "what the second one holds is not free"
+    assert not held & set(pins.cache.core.free_order()), "what the second one holds is not free"
     pins.abort(second)
     pins.assert_at_rest()
     pins.push_out()
@@ -310,9 +311,9 @@ def test_no_count_is_ever_negative(
         if action == "preempt":
             pins.scheduler.requeue_running()
         if action == "reset":
-            pins.cache.reset()
+            pins.cache.versions.reset()
         if action == "demote":
-            pins.cache._cache.demote(length)
+            pins.cache.core.demote(length)
         pins.assert_counts()
     pins.run()
     pins.assert_counts()

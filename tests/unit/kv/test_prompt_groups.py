@@ -79,8 +79,8 @@ def test_a_prompt_is_computed_once_however_little_memory_there_is(
     cached = run(engine, batch(named=named))
     assert len(cached) == len(PROMPTS) * ANSWERS
     assert share(cached) >= 0.98
-    cache.validate()
-    assert cache.stats()["hinted_blocks"] == 0
+    cache.core.validate()
+    assert cache.core.stats()["hinted_blocks"] == 0
 
 
 def test_a_prompt_is_computed_once_a_step_and_weight_version() -> None:
@@ -109,8 +109,8 @@ def test_requests_that_come_one_after_the_other_find_their_groups_prompt() -> No
 
 
 def raised(cache: CacheManager) -> int:
-    cache.validate()
-    return cache.stats()["hinted_blocks"]
+    cache.core.validate()
+    return cache.core.stats()["hinted_blocks"]
 
 
 def test_a_group_ends_with_its_last_request() -> None:
@@ -138,20 +138,20 @@ def test_a_group_whose_answers_began_again_ends_too() -> None:
     engine.control.begin_weight_update()
     engine.control.end_weight_update()
     run(engine, [])
-    assert raised(cache) == len(cache.prompt_groups) == 0
+    assert raised(cache) == len(cache.hints.groups) == 0
 
 
 def test_a_group_without_a_size_ends_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     engine, _, cache = make_engine(num_blocks=65)
-    monkeypatch.setattr(cache.prompt_groups, "_clock", lambda: now[0])
+    monkeypatch.setattr(cache.hints.groups, "_clock", lambda: now[0])
     run(engine, [request("a", PROMPTS[0], "g")])
     now[0] = prompt_groups.GROUP_TTL - 1
     run(engine, [request("b", PROMPTS[1])])
     assert raised(cache) == FULL // SIZE
     now[0] += 1
     run(engine, [request("c", PROMPTS[1])])
-    assert raised(cache) == len(cache.prompt_groups) == 0
+    assert raised(cache) == len(cache.hints.groups) == 0
 
 
 def test_a_prefix_of_two_groups_is_kept_until_both_end() -> None:
@@ -173,7 +173,7 @@ def test_what_is_remembered_of_groups_is_bounded() -> None:
             group = name if name == "b" else f"{name}{i}"
             run(engine, [request(f"{name}{i}", [1 + i, *PROMPTS[i % 8]], group)])
             assert raised(cache) <= 33 * 0.2
-    groups = cache.prompt_groups
+    groups = cache.hints.groups
     assert sum(len(one.blocks) for one in groups._prompts.values()) <= 33
     assert len(groups._num_raising) <= 33
     assert len(groups) <= 33 // (FULL // SIZE)

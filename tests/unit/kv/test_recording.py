@@ -17,19 +17,20 @@ from blake3 import blake3
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from fakes.fake_cache import make_cache
 from fakes.fake_engine import make_engine
 from fakes.fake_runner import answer_alone
 from fakes.plain_drafts import HostileDrafter
 from fakes.plain_runner import VOCAB_SIZE
 from prefixcache._core import BlockPseudonyms, replay_recording
 from prefixcache.exceptions import ConfigError
-from prefixcache.kv import record_writer
 from prefixcache.kv.cache_manager import CacheManager
-from prefixcache.kv.record_writer import check_folder
-from prefixcache.kv.recording import RecordedCacheManager
-from prefixcache.kv.request_records import RequestRecords
+from prefixcache.kv.recordings import record_writer
+from prefixcache.kv.recordings.record_writer import check_folder
+from prefixcache.kv.recordings.recording import CacheRecorder
+from prefixcache.kv.recordings.request_records import RequestRecords
+from prefixcache.kv.recordings.trace_writer import TraceWriter
 from prefixcache.kv.retention import Retention
-from prefixcache.kv.trace_writer import TraceWriter
 from prefixcache.types.request import CacheOptions, Request
 from prefixcache.types.retention_range import RetentionRange
 from prefixcache.types.sampling_params import SamplingParams
@@ -49,7 +50,7 @@ class Recorded:
         self.writer = TraceWriter(path, max_size)
         self.path = self.writer.path
         policy = options.pop("eviction_policy", "lru")
-        make = partial(RecordedCacheManager, writer=self.writer, eviction_policy=policy)
+        make = partial(make_cache, recorder=CacheRecorder(self.writer), eviction_policy=policy)
         self.answers: dict[str, list[int]] = {}
         if options.pop("drafts", False):
             options["drafter"] = HostileDrafter(seed, self.answers, VOCAB_SIZE)
@@ -107,13 +108,13 @@ class Recorded:
         self.engine.control.reset_prefix_cache()
 
     def resize(self) -> None:
-        most = self.cache.max_blocks
+        most = self.cache.size.max_blocks
         self.engine.control.resize(num_blocks=self._random.randrange(most - 26, most + 1))
 
     def new_weights(self) -> None:
         self.engine.requests.drain()
         self.engine._scheduler.restart([*self.engine._scheduler._states])
-        self.cache.new_weight_version()
+        self.cache.versions.renew()
 
     def requeue(self) -> None:
         self.engine.requests.drain()
@@ -135,7 +136,7 @@ def assert_agrees(found: dict[str, Any], cache: CacheManager) -> None:
     assert found["difference"] is None
     assert found["agrees"]
     assert (found["ended"], found["unchecked_events"]) == ("end", 0)
-    stats = cache.stats()
+    stats = cache.core.stats()
     assert found["live"]["queries"] == stats["queries"]
     assert found["replayed"]["hits"] == stats["hits"]
     assert found["replayed"]["evictions"] == stats["evictions"]
@@ -210,7 +211,7 @@ def test_hints_end_in_a_replay_when_they_ended(tmp_path: Path) -> None:
     recorded = Recorded(tmp_path / "trace.jsonl", **options)
     hinted = CacheOptions(retention=(RetentionRange(0, 32, priority=80, ttl_s=30.0),))
     recorded.serve([*range(32)], hinted)
-    recorded.cache._began -= 60 * 10**9  # A minute passes.
+    recorded.cache._recorder._began -= 60 * 10**9  # A minute passes.
     for first in (40, 50, 60):
         recorded.serve([*range(first, first + 30)], CacheOptions())
     recorded.serve([*range(32)], CacheOptions())

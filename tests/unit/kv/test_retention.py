@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from fakes.fake_cache import make_cache
 from prefixcache.config.engine_config import CacheConfig, EngineConfig
 from prefixcache.engine.build import build
+from prefixcache.engine.change_log import ChangeLog
 from prefixcache.exceptions import ConfigError
-from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.retention import Retention
 from prefixcache.kv.specs import GroupKind
 from prefixcache.types.request import CacheOptions, Request
@@ -76,16 +77,17 @@ def test_flags_that_make_no_sense_are_named(flags: dict[str, Any], message: str)
 
 
 def test_debugging_shows_evictions_and_pins(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, "prefixcache.kv")
+    caplog.set_level(logging.DEBUG, "prefixcache.engine")
     serving = Serving(Retention(pin=True, pin_min_drop_size=1), num_blocks=41)
     for start in (0, 1000, 2000):
         serving.serve(list(range(start, start + 64)))
     pins, evictions = serving.stat("pins"), serving.stat("evictions")
     assert min(pins, evictions) > 0
-    serving.cache.log_changes()
+    log = ChangeLog(serving.cache)
+    log.write()
     (line,) = [text for text in caplog.messages if text.startswith("Blocks")]
     assert line.startswith(f"Blocks of the cache: {evictions} evictions, {pins} pins")
-    serving.cache.log_changes()
+    log.write()
     assert caplog.messages[-1] == line or not caplog.messages[-1].startswith("Blocks")
 
 
@@ -146,11 +148,11 @@ class Serving:
 
     def __init__(self, retention: Retention | None = None, num_blocks: int = 401) -> None:
         groups = ("full", ("sliding_window", 9))
-        self.cache = CacheManager(num_blocks, 4, groups=groups, retention=retention, model="m")
+        self.cache = make_cache(num_blocks, 4, groups=groups, retention=retention, model="m")
         self._names = map(str, range(10**6))
 
     def stat(self, name: str) -> int:
-        return self.cache.stats()[name]
+        return self.cache.core.stats()[name]
 
     def start(self, tokens: list[int], **options: Any) -> tuple[str, int, int]:
         """The name of a request that holds blocks, its hits, and what it lost to the window."""
@@ -173,12 +175,12 @@ class Serving:
         name, hits, lost = self.start(tokens, **options)
         self.compute(name, hits, tokens, **options)
         self.cache.free([name], ended_well=[name] if well else [])
-        self.cache.validate()
+        self.cache.core.validate()
         return hits, lost
 
     def press(self, kept: int) -> None:
         """Leaves `kept` blocks cached: those that are evicted last."""
-        self.cache._cache.release_cached(max(0, self.stat("cached_blocks") - kept))
+        self.cache.core.release_cached(max(0, self.stat("cached_blocks") - kept))
 
     def compute(self, name: str, hits: int, tokens: list[int], *, write: bool = True) -> None:
         for end in range(hits + CHUNK, len(tokens) + CHUNK, CHUNK):
@@ -247,10 +249,10 @@ def test_who_may_not_write_pins_nothing() -> None:
 def test_without_windows_or_the_flag_nothing_is_pinned() -> None:
     for groups, retention in ((("full",), PINS), (("full", ("sliding_window", 9)), None)):
         serving = Serving()
-        serving.cache = CacheManager(401, 4, groups=groups, retention=retention, model="m")
+        serving.cache = make_cache(401, 4, groups=groups, retention=retention, model="m")
         serving.serve(own(1))
         assert serving.stat("pins") == 0
-        assert serving.cache.stats()["cached_blocks"] >= 25
+        assert serving.cache.core.stats()["cached_blocks"] >= 25
 
 
 def test_prefix_blocks_are_pinned_unless_they_are_not_wanted() -> None:
@@ -295,12 +297,12 @@ def test_the_oldest_pins_end_first() -> None:
     assert hits == {1: 100, 2: 0, 3: 100}
 
 
-@pytest.mark.parametrize("forget", ["reset", "new_weight_version"])
+@pytest.mark.parametrize("forget", ["reset", "renew"])
 def test_pins_end_with_what_they_were_for(forget: str) -> None:
     serving = Serving(PINS)
     serving.serve(own(1))
     assert serving.stat("pinned_blocks") == PINNED
-    getattr(serving.cache, forget)()
+    getattr(serving.cache.versions, forget)()
     assert serving.stat("pinned_blocks") == serving.stat("pinned_free_blocks") == 0
     _, hits, _ = serving.start(list(range(4 * (PINNED - 8))))
     assert hits == serving.stat("pinned_evictions") == 0

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from fakes.fake_runner import answer_alone
-from prefixcache.kv.cache_manager import GroupKind
 from prefixcache.kv.retention import Retention
+from prefixcache.kv.specs import GroupKind
 from prefixcache.types.request import CacheOptions
 from prefixcache.types.retention_range import RetentionRange
 from support.scheduler_bench import Bench
@@ -34,7 +34,7 @@ class Hints(Bench):
         self.at(0)
 
     def at(self, seconds: float) -> None:
-        self.cache._cache.set_time(seconds)
+        self.cache.core.set_time(seconds)
 
     def serve(self, prompt: list[int], *ranges: RetentionRange, salt: str | None = None) -> int:
         """Serves one prompt to its end, whose answer must be the lone one; its hits in tokens."""
@@ -53,7 +53,7 @@ class Hints(Bench):
             self.run()
 
     def stat(self, name: str) -> int:
-        return self.cache.stats()[name]
+        return self.cache.core.stats()[name]
 
 
 HINT = RetentionRange(0, len(PREFIX), priority=80)
@@ -96,7 +96,7 @@ def test_pins_of_what_a_hint_keeps_longer_are_no_part_of_their_share() -> None:
     bench.serve(list(range(50, 66)))
     assert bench.stat("pinned_blocks") == 8
     bench.at(61)
-    bench.cache.demote_expired()
+    bench.cache.hints.demote_expired()
     assert (bench.stat("hinted_blocks"), bench.stat("pinned_blocks")) == (0, 10)
 
 
@@ -142,10 +142,10 @@ def test_what_is_gone_is_not_counted() -> None:
     hints = Hints()
     hints.serve(PREFIX, HINT)
     assert hints.stat("hinted_blocks") == len(PREFIX) // BLOCK
-    hints.cache._cache.release_cached(USABLE)
+    hints.cache.core.release_cached(USABLE)
     assert hints.stat("hinted_blocks") == 0
     hints.serve(PREFIX, HINT)
-    hints.cache.reset()
+    hints.cache.versions.reset()
     assert hints.stat("hinted_blocks") == 0
 
 
@@ -155,6 +155,6 @@ def test_what_ends_after_a_pause_keeps_its_prompts_in_order() -> None:
     rest = RetentionRange(BLOCK, len(PREFIX), priority=65, ttl_s=3600)
     hints.serve(PREFIX, head, rest)
     hints.at(4000)
-    hints.cache.demote_expired()
-    hints.cache._cache.release_cached(1)
+    hints.cache.hints.demote_expired()
+    hints.cache.core.release_cached(1)
     assert hints.serve([*PREFIX, 77]) == len(PREFIX) - BLOCK

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from fakes.fake_engine import make_engine, make_request
 from fakes.fake_runner import answer_alone
-from prefixcache.kv.cache_manager import CacheManager, GroupKind
+from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.retention import Retention
+from prefixcache.kv.specs import GroupKind
 from prefixcache.scheduler.in_flight import InFlight
 from prefixcache.types.request import CacheOptions, RequestOutput
 from support.repeatable import bounded

@@ -16,7 +16,7 @@ from prefixcache.config.families import FAMILIES
 from prefixcache.config.family import Family
 from prefixcache.config.generation_fields import NOT_OBEYED, OBEYED
 from prefixcache.config.model_config import ModelConfig
-from prefixcache.kv.cache_manager import fitting_tokens
+from prefixcache.kv.cache_settings import fitting_tokens
 from prefixcache.kv.specs import STATE_BYTES, KVLayout, kv_layout
 from prefixcache.models.gguf.choice import PREFERRED
 from prefixcache.models.gguf.header import DENSE_FORMATS

@@ -146,7 +146,7 @@ def replace_counts(output: RequestOutput) -> RequestOutput:
 def cached_blocks(cache: CacheManager) -> tuple[int, int]:
     """How many there are, and how many tokens of the answer they hold."""
     tokens = as_token_ids([*PROMPT, *answer_alone(PROMPT, LONG), 1])
-    return cache.stats()["cached_blocks"], cache.look_up(tokens, None).hit_tokens
+    return cache.core.stats()["cached_blocks"], cache.reader.look_up(tokens, None).hit_tokens
 
 
 def test_nothing_is_guessed_beyond_the_last_token_or_a_stop_token() -> None:
@@ -388,7 +388,7 @@ def test_no_guess_takes_the_last_blocks_or_the_place_of_a_prompt() -> None:
     drafted = {plan.num_decodes == len(plan.sequences) for plan in runner.plans if plan.drafts}
     assert drafted == {True, False}, "in steps with chunks of prompts too"
     assert steps < plain_steps
-    cache.validate()
+    cache.core.validate()
 
 
 # Not one bit.

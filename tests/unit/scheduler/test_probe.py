@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fakes import fake_engine
+from fakes.fake_cache import make_cache
 from fakes.fake_engine import make_engine, make_request
 from fakes.fake_runner import StepGate, answer_alone
 from prefixcache import LLM, SamplingParams
@@ -74,7 +77,7 @@ async def test_a_probe_changes_nothing(serve: Callable[..., AsyncEngine]) -> Non
 
 async def test_without_a_cache_nothing_is_seen(serve: Callable[..., AsyncEngine]) -> None:
     for enabled, expected in ((True, 8), (False, 0)):
-        cache = CacheManager(65, 4, model="m")
+        cache = make_cache(65, 4, model="m")
         scheduler = Scheduler(
             fake_engine.SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=8),
             cache,
@@ -164,24 +167,40 @@ async def test_probes_of_many_threads_next_to_a_busy_engine() -> None:
     assert min(seen) < 40, "some were evicted"
 
 
+class Part:
+    """A part of a cache; remembers which threads call what."""
+
+    def __init__(self, part: Any, callers: defaultdict[str, set[int]]) -> None:
+        self._part = part
+        self._callers = callers
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._part, name)
+        if callable(value):
+            self._callers[name].add(threading.get_ident())
+        return value
+
+
 class Watched(CacheManager):
-    """Remembers which threads call what."""
+    """Remembers which threads call what, of its parts too."""
 
     callers: defaultdict[str, set[int]]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.callers = defaultdict(set)
+        for name in ("core", "reader", "versions", "hints", "size"):
+            setattr(self, name, Part(getattr(self, name), self.callers))
 
     def __getattribute__(self, name: str) -> Any:
-        found = super().__getattribute__(name)
-        if callable(found) and not name.startswith("_"):
+        value = super().__getattribute__(name)
+        if inspect.ismethod(value) and not name.startswith("_"):
             self.callers[name].add(threading.get_ident())
-        return found
+        return value
 
 
 async def test_only_the_loop_and_probes_reach_the_cache() -> None:
-    engine, _, cache = make_engine(num_blocks=9, make_cache=Watched)
+    engine, _, cache = make_engine(num_blocks=9, make_cache=partial(make_cache, kind=Watched))
     assert isinstance(cache, Watched)
     served = AsyncEngine(engine)
     try:

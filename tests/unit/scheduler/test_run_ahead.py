@@ -126,8 +126,8 @@ def test_an_answer_that_ended_gives_no_token_to_one_that_takes_its_id() -> None:
     outputs = run_to_end(engine, make_request("a", [40, 41], max_tokens=6))
     tokens = [o.token_ids[0] for o in outputs if o.request_id == "a"]
     assert tokens == answer_alone([40, 41], 6)
-    cache.validate()
-    assert cache.num_free_blocks == cache.num_blocks - 1
+    cache.core.validate()
+    assert cache.core.num_free_blocks == cache.size.num_blocks - 1
 
 
 def test_pausing_reads_the_in_flight_step() -> None:
@@ -160,7 +160,7 @@ def test_a_step_that_fails_late_takes_the_one_on_top_with_it(caplog):
     outputs = engine.step()
     assert [(o.request_id, o.finish_reason) for o in outputs] == [("a", "error"), ("b", "error")]
     assert "the device failed" in caplog.text
-    assert cache.num_free_blocks == cache.num_blocks - 1
+    assert cache.core.num_free_blocks == cache.size.num_blocks - 1
     assert tokens_of(run_to_end(engine, make_request("a"))) == answer_alone(PROMPT, 4)
 
 
@@ -181,7 +181,7 @@ def test_a_step_that_fails_at_once_leaves_the_one_before() -> None:
         ("b", None),
         ("b", "error"),
     ]
-    assert cache.num_free_blocks == cache.num_blocks - 1
+    assert cache.core.num_free_blocks == cache.size.num_blocks - 1
     assert tokens_of(run_to_end(engine, make_request("a"))) == answer_alone(PROMPT, 4)
 
 

@@ -25,7 +25,7 @@ def test_a_request_gets_its_lone_answer_and_its_blocks_come_back() -> None:
     bench.add("a", prompt_of(10), max_tokens=9)
     bench.run()
     assert bench.answers["a"] == answer_alone(prompt_of(10), 9)
-    assert bench.cache.num_free_blocks == bench.cache.num_blocks - 1
+    assert bench.cache.core.num_free_blocks == bench.cache.size.num_blocks - 1
 
 
 def test_prompts_are_chunked_under_the_budget() -> None:
@@ -130,7 +130,7 @@ def test_without_prefix_caching_nothing_is_hit_or_published() -> None:
     for name in "ab":
         bench.add(name, prompt_of(16))
         bench.run()
-    assert bench.cache.stats()["hits"] == 0
+    assert bench.cache.core.stats()["hits"] == 0
     assert bench.scheduler.admission.counter.queried_tokens == 0
 
 
@@ -184,7 +184,7 @@ def test_the_newest_request_is_preempted_and_resumes_on_its_own_blocks() -> None
     assert max(resumed) >= 8
     for name, first, length in (("old", 0, 12), ("new", 1, 6)):
         assert bench.answers[name] == answer_alone(prompt_of(12, first), length)
-    assert bench.cache.num_free_blocks == bench.cache.num_blocks - 1
+    assert bench.cache.core.num_free_blocks == bench.cache.size.num_blocks - 1
 
 
 def test_the_lowest_priority_is_preempted_even_when_it_is_older() -> None:
@@ -260,7 +260,7 @@ def test_finish_frees_waiting_and_running_requests() -> None:
     bench.step()
     assert bench.scheduler.finish(["a", "b", "unknown"]) == ["a", "b"]
     assert not bench.scheduler.has_unfinished()
-    assert bench.cache.num_free_blocks == bench.cache.num_blocks - 1
+    assert bench.cache.core.num_free_blocks == bench.cache.size.num_blocks - 1
     assert bench.scheduler.schedule().sequences == ()
 
 

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from fakes.fake_cache import make_cache
 from fakes.fake_engine import make_engine, make_request
 from fakes.fake_runner import answer_alone
 from prefixcache.exceptions import RequestTooLargeError
-from prefixcache.kv.cache_manager import CacheManager, GroupKind
+from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.kv.specs import GroupKind
 from prefixcache.types.request import CacheOptions
 from prefixcache.types.step_plan import StepPlan
 from support.scheduler_bench import Bench, counts, prompt_of
@@ -62,7 +64,7 @@ def test_a_window_holds_its_tokens_and_a_chunk_whatever_is_published(groups, opt
         else:
             assert max(blocks) <= 6, "2 of the window, 1 below, 2 of the chunk, 1 begun before"
     assert bench.answers["a"] == answer_alone(prompt_of(60), 30, groups=groups)
-    assert bench.cache.num_free_blocks == bench.cache.num_usable_blocks
+    assert bench.cache.core.num_free_blocks == bench.cache.size.num_usable_blocks
 
 
 def test_what_fits_is_counted_by_group() -> None:
@@ -76,7 +78,7 @@ def test_what_fits_is_counted_by_group() -> None:
 
 
 def test_a_request_may_need_the_whole_pool_and_not_a_block_more() -> None:
-    need = CacheManager(9, 4, groups=HYBRID, model="m").most_blocks(60 + 3, 8)
+    need = make_cache(9, 4, groups=HYBRID, model="m").core.most_blocks(60 + 3, 8)
     bench = windowed(num_blocks=1 + need)
     bench.add("a", prompt_of(60))
     bench.run()

@@ -91,12 +91,99 @@ class Load:
         return self.keys[self.num_read - 1]
 
 
+class DiskSpeed:
+    """How long the disk takes for a block, as runs of blocks were read and loads were late."""
+
+    def __init__(self) -> None:
+        self._block_seconds = 0.0
+
+    def seconds(self, num_blocks: int) -> float:
+        """How long that number of blocks will take; 0 until one was measured."""
+        return num_blocks * self._block_seconds
+
+    def note_read(self, block_seconds: float) -> None:
+        """Learns from blocks that were read, and how long each took."""
+        weight = _NEW if self._block_seconds else 1.0
+        self._block_seconds += weight * (block_seconds - self._block_seconds)
+
+    def note_refused(self) -> None:
+        """A load would have taken too long: after many of them the disk is tried again."""
+        self._block_seconds /= _PATIENCE
+
+    def note_late(self, num_blocks: int, seconds: float) -> None:
+        """Learns from a load that took too long, whether or not anything of it came."""
+        self._block_seconds = max(self._block_seconds, seconds / num_blocks)
+
+
+class Clearing:
+    """Ends generations of a store for each clear of the cache, in a thread that nothing else uses.
+
+    `store_era` is the clear after which the store's own thread has emptied it, which it does with
+    `lock`. `void_store` ends the store's generation, whether it is open or not.
+    """
+
+    def __init__(
+        self,
+        staging: BlockStaging,
+        void_store: Callable[[], None],
+        name: str,
+        changed: threading.Condition,
+    ) -> None:
+        self._staging = staging
+        self._void_store = void_store
+        self._name = name
+        self._changed = changed
+        self._is_running = False
+        self._void_era = 0
+        self.store_era = 0
+        self.lock = threading.Lock()
+
+    def wait(self) -> None:
+        """Until all that was cleared is void; `_FORGET_SECONDS` at most for a disk that hangs."""
+        with self._changed:
+            if not self._is_running:
+                threading.Thread(target=self._run, name="disk-clear", daemon=True).start()
+                self._is_running = True
+            if not self._changed.wait_for(self._is_void, _FORGET_SECONDS):
+                logger.warning(
+                    "The disk of %s does not answer: a process that begins before it has may find "
+                    "what was cleared.",
+                    self._name,
+                )
+
+    def note_cleared(self, era: int) -> None:
+        """The store's thread has emptied it."""
+        with self._changed:
+            self.store_era = era
+            self._changed.notify_all()
+
+    def _is_void(self) -> bool:
+        return self._staging.era in (self.store_era, self._void_era)
+
+    def _run(self) -> None:
+        """Ends generations until all that was cleared is unfindable."""
+        while (era := self._next_era()) is not None:
+            try:
+                with self.lock:
+                    if self.store_era != era:
+                        self._void_store()
+            except Exception as error:  # noqa: BLE001 - who clears waits for this thread
+                logger.warning("The disk tier in %s could not be cleared: %s.", self._name, error)
+            with self._changed:
+                self._void_era = era
+                self._changed.notify_all()
+
+    def _next_era(self) -> int | None:
+        with self._changed:
+            self._is_running = not self._is_void()
+            return self._staging.era if self._is_running else None
+
+
 class DiskTier:
     """Blocks of one pool on a disk, each with `block_bytes`.
 
-    `open_store` is called by the tier's thread, again after a failure; `void_store` ends its
-    generation from another thread, whether it is open or not; `name` says where it is. One thread
-    makes all calls but `count` and `counts`.
+    `open_store` is called by the tier's thread, again after a failure; `void_store` is that of
+    `Clearing`; `name` says where it is. One thread makes all calls but `count` and `counts`.
     """
 
     def __init__(
@@ -111,19 +198,16 @@ class DiskTier:
     ) -> None:
         self.staging = staging
         self._open_store = open_store
-        self._void_store = void_store
         self._run_blocks = max(1, min(_MOST_IN_RUN, _RUN_BYTES // block_bytes))
         self._name = name
         self._clock = clock
         self._store: BlockStore | None = None
         self._is_listed = self._is_failing = False
         self._retry_at = clock()
-        self._era = self._void_era = 0
-        self._clearing = threading.Lock()
-        self._is_voiding = False
-        self._loads: deque[Load] = deque()
-        self._block_seconds = 0.0
         self._changed = threading.Condition()
+        self._clearing = Clearing(staging, void_store, name, self._changed)
+        self._loads: deque[Load] = deque()
+        self.speed = DiskSpeed()
         self._stopped = False
         self._num_written = self._num_failures = 0
         self._thread = threading.Thread(target=self._run, name="disk-tier", daemon=True)
@@ -168,15 +252,7 @@ class DiskTier:
     def seconds(self, num_blocks: int) -> float:
         """How long a load of that many blocks will take; 0 until one was measured."""
         waiting = sum(len(load.blocks) - load.num_read for load in tuple(self._loads))
-        return (waiting + num_blocks) * self._block_seconds
-
-    def note_refused(self) -> None:
-        """A load would have taken too long: after many of them the disk is tried again."""
-        self._block_seconds /= _PATIENCE
-
-    def note_late(self, num_blocks: int, seconds: float) -> None:
-        """Learns from a load that took too long, whether or not anything of it came."""
-        self._block_seconds = max(self._block_seconds, seconds / num_blocks)
+        return self.speed.seconds(waiting + num_blocks)
 
     def load(self, blocks: Sequence[int], keys: Sequence[bytes]) -> Load:
         """Reads blocks that are on the disk into `blocks` of the pool, one after the other."""
@@ -197,39 +273,10 @@ class DiskTier:
     def forget(self) -> None:
         """After a clear of the cache: no later process finds what was put before.
 
-        This one finds nothing of it from the clear on. The store's generation is ended in a thread
-        that nothing else uses; a disk that hangs is waited for `_FORGET_SECONDS` at most.
+        This one finds nothing of it from the clear on. A disk that hangs is waited for
+        `_FORGET_SECONDS` at most.
         """
-        with self._changed:
-            if not self._is_voiding:
-                threading.Thread(target=self._void, name="disk-clear", daemon=True).start()
-                self._is_voiding = True
-            if not self._changed.wait_for(self._is_void, _FORGET_SECONDS):
-                logger.warning(
-                    "The disk of %s does not answer: a process that begins before it has may find "
-                    "what was cleared.",
-                    self._name,
-                )
-
-    def _is_void(self) -> bool:
-        return self.staging.era in (self._era, self._void_era)
-
-    def _void(self) -> None:
-        """Ends generations until all that was cleared is unfindable."""
-        while (era := self._next_void()) is not None:
-            try:
-                with self._clearing:
-                    if self._era != era:
-                        self._void_store()
-            except Exception as error:  # noqa: BLE001 - who clears waits for this thread
-                logger.warning("The disk tier in %s could not be cleared: %s.", self._name, error)
-            self._void_era = era
-            self._wake()
-
-    def _next_void(self) -> int | None:
-        with self._changed:
-            self._is_voiding = not self._is_void()
-            return self.staging.era if self._is_voiding else None
+        self._clearing.wait()
 
     def counts(self) -> DiskCounts:
         """What became of blocks. From any thread."""
@@ -273,18 +320,18 @@ class DiskTier:
     def _has_work(self) -> bool:
         if self._store is None:
             return not self._stopped and self._clock() >= self._retry_at
-        is_behind = self._era != self.staging.era or not self._is_listed
+        is_behind = self._clearing.store_era != self.staging.era or not self._is_listed
         return is_behind or bool(self._loads) or self.staging.has_staged
 
     def _work(self) -> None:
         store = self._store = self._store or self._open_store()
         era = self.staging.era
-        if self._era != era:
-            with self._clearing:
+        if self._clearing.store_era != era:
+            with self._clearing.lock:
                 store.clear()
-                self._era = era
+                self._clearing.note_cleared(era)
         elif not self._is_listed:
-            self.staging.add_stored(_sound(store.keys()), self._era)
+            self.staging.add_stored(_sound(store.keys()), era)
             self._is_listed = True
             if self._is_failing:
                 logger.info("The disk tier in %s is in use again.", self._name)
@@ -305,19 +352,16 @@ class DiskTier:
                 self.staging.remove_stored(lost)
                 store.remove(lost)
             elif load.num_read > first:
-                self._measure((self._clock() - begun) / len(keys))
+                self.speed.note_read((self._clock() - begun) / len(keys))
         if load.is_done:
             self._loads.popleft()
 
-    def _measure(self, seconds: float) -> None:
-        weight = _NEW if self._block_seconds else 1.0
-        self._block_seconds += weight * (seconds - self._block_seconds)
-
     def _write(self, store: BlockStore) -> None:
-        taken = self.staging.take(self._run_blocks, self._era)
+        era = self._clearing.store_era
+        taken = self.staging.take(self._run_blocks, era)
         if taken:
             self.staging.remove_stored(_sound(store.put(taken)))
-            self.staging.add_stored([key for key, _ in taken], self._era)
+            self.staging.add_stored([key for key, _ in taken], era)
             self._num_written += len(taken)
 
     def _fail(self, error: Exception) -> None:

@@ -25,6 +25,7 @@ from prefixcache.kv.kv_folder import (
 )
 from prefixcache.kv.specs import KVLayout
 from prefixcache.kv.tiers.disk_store import generation_file
+from prefixcache.kv.tiers.host_blocks import HostBlocks, disk_folder, scope_of
 from prefixcache.models.arrays import DTYPES
 from prefixcache.models.checkpoint import (
     Checkpoint,
@@ -42,7 +43,6 @@ from prefixcache.models.loader import choose_dtype, load_model
 from prefixcache.models.quantized import QUANT_FORMATS
 from prefixcache.models.replaceable import ReplaceableModel
 from prefixcache.runner.base import KVSpecs, ModelMemory, ModelSpec
-from prefixcache.runner.cpu.disk import disk_folder, make_disk_tier, scope_of
 from prefixcache.runner.cpu.kv_memory import KVMemory
 from prefixcache.runner.cpu.linear import KernelDType
 from prefixcache.runner.cpu.model import CpuModel, attention_kernels
@@ -113,7 +113,7 @@ class CpuRunner:
         self.kv = _kv_memory(config, specs, DTYPES[dtype].itemsize)
         self.memory = ModelMemory(weights, self.kv)
         self.memory.make_kv()
-        self._specs = replace(specs, disk=make_disk_tier(config.cache, self.kv, facts))
+        self._specs = replace(specs, host_blocks=_host_blocks(self.kv, facts))
         tables = self._make_tables(layout, max_model_len)
         self._steps = StepComputer(weights, attentions, self.kv, tables, Sampler(cpu))
         return ModelSpec(
@@ -303,6 +303,19 @@ def _kept_places(
     if cache.disk_cache_memory is not None:
         scope = scope_of(facts, layout.bytes_per_block(cache.block_size, itemsize))
         yield generation_file(disk_folder(cache), scope)
+
+
+def _host_blocks(kv: KVMemory, facts: Mapping[str, object]) -> HostBlocks | None:
+    if not facts:
+        return None
+    return HostBlocks(
+        addresses=kv.addresses,
+        tensor_block_bytes=kv.bytes_per_tensor_block,
+        block_bytes=kv.bytes_per_block,
+        num_blocks=kv.most_blocks,
+        facts=facts,
+        owner=kv,
+    )
 
 
 def _file_layout(

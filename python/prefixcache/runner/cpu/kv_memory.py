@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prefixcache.kv.cache_manager import Blocks
+from prefixcache.kv.cache_size import Blocks
 from prefixcache.kv.kv_folder import KeptFile
 from prefixcache.runner.cpu.file_memory import FileMemory
 from prefixcache.runner.cpu.host_memory import HostMemory, host_page_bytes

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prefixcache.kv.cache_manager import Blocks
+from prefixcache.kv.cache_size import Blocks
 from prefixcache.kv.specs import KVGroup, KVLayout
 from prefixcache.runner.pool_memory import PoolMemory
 from prefixcache.runner.reserved_memory import ReservedBlocks

@@ -13,8 +13,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from prefixcache._core import BlockPseudonyms
-from prefixcache.kv.record_writer import RecordWriter, line
-from prefixcache.kv.trace_lines import VERSION, Event, TraceLines
+from prefixcache.kv.recordings.record_writer import RecordWriter, line
+from prefixcache.kv.recordings.trace_lines import VERSION, Event, TraceLines
 from prefixcache.metrics import PREFIX
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from prefixcache.kv.record_writer import RecordWriter, line
+from prefixcache.kv.recordings.record_writer import RecordWriter, line
 from prefixcache.types.request import FinishReason, Request, RequestOutput
 from prefixcache.types.sampling_params import SamplingParams
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from prefixcache._core import BlockPseudonyms
-from prefixcache.kv.record_writer import line
+from prefixcache.kv.recordings.record_writer import line
 from prefixcache.types.request import CacheOptions, Request
 
 VERSION = 1

@@ -1,0 +1,1 @@
+"""Recordings of what a cache is asked for, and of requests."""

@@ -158,7 +158,7 @@ def test_blocks_are_written_ahead_once_more_are_there_than_the_queue_holds_or_ar
     tiered = Tiered(folder, queue_bytes=2 * VALUE_BYTES, starts=False)
     tiered.compute(100, num_blocks=4)
     assert not tiered.staging.has_staged
-    tiered.cache.size.resize(6)
+    tiered.cache.resize(6)
     assert tiered.staging.has_staged
     assert len(tiered.staging.take(9, 0)) == 4
     assert not tiered.staging.has_staged

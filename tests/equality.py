@@ -29,9 +29,11 @@ from fakes.fake_engine import RandomChunks
 from fakes.fake_runner import tokens_of_plan
 from fakes.plain_drafts import HostileDrafter, plain_drafter
 from prefixcache.config.engine_config import (
+    LEAST_CODE_BLOCK,
     Activations,
     CacheConfig,
     EngineConfig,
+    KVCacheDType,
     SchedulerConfig,
     SpeculationConfig,
 )
@@ -420,8 +422,10 @@ class Bench:
         dequantized: Path | None = None,
         activations: Activations = "exact",
         threads: int = 1,
+        kv: KVCacheDType = "auto",
     ) -> None:
         self._folder = folder
+        self._kv: KVCacheDType = kv
         self._threads = threads
         self._activations: Activations = activations
         self._dtype = dtype
@@ -489,7 +493,13 @@ class Bench:
 
     def _engine(self, schedule: Schedule, folder: Path) -> Engine:
         engine = make_engine(
-            folder, self._dtype, self._invariant, schedule, self._activations, self._threads
+            folder,
+            self._dtype,
+            self._invariant,
+            schedule,
+            self._activations,
+            self._threads,
+            self._kv,
         )
         submit = engine._steps._runner.submit
 
@@ -536,11 +546,20 @@ def make_engine(
     schedule: Schedule,
     activations: Activations = "exact",
     threads: int = 1,
+    kv: KVCacheDType = "auto",
 ) -> Engine:
+    if kv == "int8":
+        schedule = replace(schedule, block_size=max(schedule.block_size, LEAST_CODE_BLOCK))
     speculation = SpeculationConfig(speculate="cache" if schedule.speculates else "off")
     most_refused = 1 + (speculation.most if schedule.speculates else 0)
     itemsize = getattr(torch, dtype).itemsize
-    layout = kv_layout(ModelConfig.from_hf(folder), schedule.block_size, most_refused, itemsize)
+    layout = kv_layout(
+        ModelConfig.from_hf(folder),
+        schedule.block_size,
+        most_refused,
+        itemsize,
+        has_codes=kv == "int8",
+    )
     config = EngineConfig(
         model=str(folder),
         dtype=dtype,  # type: ignore[arg-type]
@@ -552,6 +571,7 @@ def make_engine(
         cache=CacheConfig(
             num_blocks=len(layout.groups) * schedule.num_blocks * BLOCK // schedule.block_size,
             block_size=schedule.block_size,
+            kv_cache_dtype=kv,
             state_block_size=1,
             enable_prefix_caching=schedule.enable_prefix_caching,
             merge_duplicate_blocks=schedule.merge_duplicate_blocks,
@@ -641,6 +661,7 @@ def main() -> None:
     architectures += ["qwen2-moe", "qwen3-moe", "olmoe", "gpt-oss", "gemma4", "gemma4-large"]
     parser.add_argument("--architecture", choices=architectures, default="qwen3")
     parser.add_argument("--speculate", choices=("off", "cache"), default="off")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "int8"), default="auto")
     parser.add_argument("--no-batch-invariant", action="store_true", help="to see it fail")
     arguments = parser.parse_args()
     total = Counts()
@@ -667,6 +688,7 @@ def main() -> None:
                     invariant=not arguments.no_batch_invariant,
                     dequantized=dequantized if activations == "exact" else None,
                     activations=activations,
+                    kv=arguments.kv_cache_dtype,
                 )
                 counts = Counts()
                 count = arguments.schedules // (1 if quant_format is None else 4)

@@ -1284,10 +1284,13 @@ class PagedAttention:
         *,
         window_left: int | None = None,
         softcap: float | None = None,
+        keeps_codes: bool = False,
     ) -> PagedAttention:
         """Position i sees keys from i - window_left; `head_dim` is a multiple of 16 up to 512.
 
-        `softcap` c replaces a scaled score x by c tanh(x / c).
+        `softcap` c replaces a scaled score x by c tanh(x / c). With `keeps_codes` keys and values
+        are kept in eight bits, with a float32 scale for each head's keys and values of a token;
+        blocks are of a multiple of 16 tokens then.
         """
     def plan(
         self,

@@ -22,6 +22,7 @@ class KernelAttention:
     name = "cpu"
     batch_invariant = True
     rotate_and_run = None
+    keeps_codes = False
 
     def __init__(self, spec: AttentionSpec) -> None:
         window = spec.sliding_window
@@ -35,6 +36,7 @@ class KernelAttention:
             spec.scale,
             window_left=None if window is None else window - 1,
             softcap=spec.softcap,
+            keeps_codes=self.keeps_codes,
         )
 
     def kv_shape(
@@ -69,6 +71,28 @@ class KernelAttention:
         return out
 
 
+class CodeAttention(KernelAttention):
+    """The same over codes of eight bits, whose scales take the room of four more numbers a head."""
+
+    name = "int8"
+    keeps_codes = True
+
+    def kv_shape(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+    ) -> tuple[int, ...]:
+        return (num_blocks, 2, num_kv_heads, block_size, head_dim // 4 + 1)
+
+
+def rounded(rows: Tensor) -> Tensor:
+    """The numbers that the codes of rows are, each row by its own scale. A row is the last axis."""
+    scales = rows.float().abs().amax(-1, keepdim=True) / 127
+    codes = torch.round(rows.float() / torch.where(scales > 0, scales, 1))
+    return (codes * scales).to(rows.dtype)
+
+
+_BACKENDS = {"cpu": KernelAttention, "int8": CodeAttention, "torch": TorchAttention}
+
+
 def backend_of(name: str, spec: AttentionSpec) -> AttentionBackend:
-    """Of the kernel, or of torch."""
-    return KernelAttention(spec) if name == "cpu" else TorchAttention(spec)
+    """Of the kernel, over numbers or codes, or of torch."""
+    return _BACKENDS[name](spec)

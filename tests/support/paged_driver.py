@@ -72,9 +72,10 @@ class Driver(ABC):
         max_tokens: int,
         block_size: int,
         itemsize: int,
+        has_codes: bool = False,
     ) -> None:
         per_sequence = -(-max_tokens // block_size)
-        self.layout = kv_layout(config, block_size, itemsize=itemsize)
+        self.layout = kv_layout(config, block_size, itemsize=itemsize, has_codes=has_codes)
         shape = (len(self.layout.groups), num_sequences, per_sequence)
         self.num_blocks = math.prod(shape) + 1
         shuffled = torch.randperm(self.num_blocks - 1, generator=torch.Generator().manual_seed(1))
@@ -108,7 +109,10 @@ class Driver(ABC):
         for group, tables in zip(self.layout.groups, self.tables, strict=True):
             for number in range(0 if group.state_tensors else len(group.layers)):
                 tensor, part = group.part(number)
-                parts.append(self.blocks_of(tensor, tables[sequence])[:, part].flatten())
+                kept = self.blocks_of(tensor, tables[sequence])[:, part]
+                if self.layout.code_bytes and not group.conv_width:
+                    kept = kept.contiguous().view(torch.uint8)  # Codes may look like NaN.
+                parts.append(kept.flatten())
         for state in self.layout.states:
             blocks = self.blocks_of(state.tensor, self.tables[state.group][sequence])
             numbers = blocks.contiguous().view(torch.float32)
@@ -179,9 +183,13 @@ class CpuDriver(Driver):
         max_tokens: int = 256,
         block_size: int = 16,
         cpu: Cpu | None = None,
+        has_codes: bool = False,
     ) -> None:
         self._dtype = DTYPES[model.dtype_name]
-        super().__init__(model.config, num_sequences, max_tokens, block_size, self._dtype.itemsize)
+        itemsize = self._dtype.itemsize
+        super().__init__(
+            model.config, num_sequences, max_tokens, block_size, itemsize, has_codes=has_codes
+        )
         self.model = model
         self.attentions = attention_kernels(
             model.config, self.layout, cpu or Cpu(2), model.dtype_name

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 DType = Literal["auto", "bfloat16", "float32"]
+KVCacheDType = Literal["auto", "bfloat16", "float32", "int8"]
 Device = Literal["auto", "cpu", "cuda"]
 Activations = Literal["exact", "int8"]
 ActivationChoice = Literal["exact", "int8", "auto"]
@@ -45,6 +46,8 @@ Speculation = Literal["off", "prompt", "cache"]
 Attention = Literal["auto", "torch", "cpu", "flashinfer"]
 
 MAX_BLOCK_SIZE = 256
+LEAST_CODE_BLOCK = 16
+"""Tokens whose codes lie together where keys and values are kept in eight bits."""
 MAX_DRAFTS = 31
 _MOST_BYTES = 2**62
 _DIGITS = re.compile(r"[0-9]{1,10}")
@@ -200,6 +203,14 @@ class CacheConfig(Checked):
         "Least tokens of a cache block in models with states, such as Qwen3.5, which store a "
         "snapshot at the end of a block.",
         "Cache",
+    )
+    kv_cache_dtype: KVCacheDType = flag(
+        "auto",
+        "What keys and values are kept as. auto: numbers of the type that is computed with; int8, "
+        "on a CPU: eight bits, and a scale for each token and head, a quarter to a half of the "
+        "memory; see docs/guides/memory.md.",
+        "Cache",
+        common=True,
     )
     num_blocks: Annotated[PositiveInt, Ge(2)] | None = flag(
         None,
@@ -367,6 +378,12 @@ class CacheConfig(Checked):
                 raise FieldError(
                     name, f"must be a power of two from 1 to {MAX_BLOCK_SIZE}, got {size}."
                 )
+        if self.kv_cache_dtype == "int8" and self.block_size < LEAST_CODE_BLOCK:
+            raise FieldError(
+                "block_size",
+                f"must be at least {LEAST_CODE_BLOCK} with kv_cache_dtype int8, got "
+                f"{self.block_size}.",
+            )
 
     def _check_pins(self) -> None:
         if self.pin_swa_tokens and self.prefix_cache_retention_interval == "none":

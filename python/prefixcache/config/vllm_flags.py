@@ -147,7 +147,6 @@ _SOME_VALUES = {
     "--convert": ("auto embed none", _NOT_TEXT),
     "--tokenizer-mode": ("auto fast hf", "asks for another tokenizer"),
     "--generation-config": ("auto", "asks for other defaults than the model's"),
-    "--kv-cache-dtype": ("auto bfloat16", _OTHER_TYPE),
     "--mamba-cache-dtype": ("auto", _OTHER_TYPE),
     "--mamba-ssm-cache-dtype": ("auto", _OTHER_TYPE),
     "--cpu-offload-gb": ("0", _OTHER_WEIGHTS),

@@ -69,6 +69,7 @@ class BuiltEngine:
     model: ModelConfig
     folder: Path
     dtype: str
+    kv_dtype: str
     device: str
     attention: str
     activations: Activations
@@ -164,6 +165,7 @@ def build(
         model=model,
         folder=folder,
         dtype=spec.dtype,
+        kv_dtype=spec.kv_dtype,
         device=runner.device,
         attention=spec.attention,
         activations=config.activations,
@@ -218,7 +220,7 @@ def _make_cache(
         block_size=config.cache.block_size,
         model=model_digest(model),
         weights=content_name(spec.weights_digest),
-        kv_dtype=spec.dtype,
+        kv_dtype=spec.kv_dtype,
         arithmetic=_hashed_arithmetic(config, spec),
         groups=kv.layout.kinds,
         eviction_policy=config.cache.eviction_policy,
@@ -300,6 +302,7 @@ def _all_arithmetic(config: EngineConfig, model: ModelConfig, spec: ModelSpec) -
     return {
         "architecture": model_digest(model),
         "dtype": spec.dtype,
+        "kv_dtype": spec.kv_dtype,
         "activations": config.activations,
         "instructions": spec.instructions,
         "attention": spec.attention,
@@ -318,13 +321,14 @@ def _log_choices(config: EngineConfig, scheduler: Scheduler, spec: ModelSpec, kv
     """What was chosen where nothing was said, in one line."""
     limits = config.scheduler.limits()
     logger.info(
-        "%s%s on %s, attention %s. KV cache: %d blocks of %d tokens (%.2f GiB)%s, "
+        "%s%s on %s, attention %s. KV cache in %s: %d blocks of %d tokens (%.2f GiB)%s, "
         "prefix cache %s, eviction %s. A sequence has at most %d tokens, a step %d sequences and "
         "%d tokens.",
         spec.dtype,
         "" if config.activations == "exact" else " with int8 activations",
         spec.hardware,
         spec.attention,
+        spec.kv_dtype,
         kv.sizes.start,
         config.cache.block_size,
         kv.sizes.start * kv.sizes.block_bytes / 2**30,

@@ -66,6 +66,7 @@ def _has_cuda() -> bool:
 def _torch_is_faster(config: EngineConfig) -> bool:
     """With AMX, where the batch may change an answer's bits."""
     may_differ = not config.keeps_batch_invariant and config.activations == "exact"
+    may_differ = may_differ and config.cache.kv_cache_dtype != "int8"
     return may_differ and _has_amx() and find_spec("torch") is not None
 
 

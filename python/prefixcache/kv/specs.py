@@ -17,6 +17,9 @@ after the token before."""
 STATE_BYTES = 4
 """Of a number of a state, which is float32 whatever keys and values are."""
 
+SCALE_BYTES = 4
+"""Of the scale of a head's keys, or values, of a token, where they are codes of eight bits."""
+
 # Above the fewest layers of a kind, groups are made as large as the most only up to this factor:
 # padding then costs less than a group more.
 _MOST_BY_FEWEST = 1.25
@@ -32,8 +35,8 @@ class KVGroup:
     block's part of one tensor. Where `state_tensors` is given a block keeps states, in its parts of
     that many tensors: where those of a layer lie is said by the layout, and the layers are those
     whose states begin here. `heads`, key-value heads and the numbers of one, are given where groups
-    differ in them: a layer then has `part_numbers` of a block. `readers` are pairs, a layer that
-    has no KV and the layer of the group whose KV it reads.
+    differ in them: a layer then has the bytes of `part_numbers` numbers of a block. `readers` are
+    pairs, a layer that has no KV and the layer of the group whose KV it reads.
     """
 
     layers: tuple[int, ...]
@@ -98,13 +101,15 @@ class KVLayout:
     Tensor j serves the j-th layers of every group, so any block can serve any group. Where layers
     differ in their heads there is one tensor, of which a block has `num_kv_heads` times `head_dim`
     keys and values a token for all of a group's layers. `states` are the parts of layers' states,
-    in the order of their numbers.
+    in the order of their numbers. Where keys and values are codes of eight bits, `code_bytes` are
+    what a token's keys take of a tensor, with their scales, and its values too; else it is 0.
     """
 
     groups: tuple[KVGroup, ...]
     num_kv_heads: int
     head_dim: int
     states: tuple[StatePart, ...] = ()
+    code_bytes: int = 0
 
     @property
     def num_tensors(self) -> int:
@@ -130,8 +135,12 @@ class KVLayout:
         return tuple(group.kind for group in self.groups)
 
     def bytes_per_block(self, block_size: int, itemsize: int) -> int:
-        """Bytes of one block over all tensors: keys and values, whichever group holds it."""
-        return self.num_tensors * 2 * block_size * self.num_kv_heads * self.head_dim * itemsize
+        """Bytes of one block over all tensors: keys and values, whichever group holds it.
+
+        `itemsize` is that of a number, where they are numbers.
+        """
+        row_bytes = self.code_bytes or self.num_kv_heads * self.head_dim * itemsize
+        return self.num_tensors * 2 * block_size * row_bytes
 
     def most_pages(self, num_tokens: int, chunk: int, block_size: int) -> tuple[int, ...]:
         """`KVGroup.most_pages` of each group."""
@@ -163,17 +172,42 @@ class PoolSizes:
         return f"{self.floor} to {self.ceiling} blocks ({low:,.1f} to {high:,.1f} MiB)"
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """How blocks of `block_size` tokens keep keys and values: as numbers or codes."""
+
+    block_size: int
+    itemsize: int
+    has_codes: bool
+
+    def row_bytes(self, heads: tuple[int, int]) -> int:
+        """Of a token's keys in these heads, or of its values."""
+        kv_heads, head_dim = heads
+        of_head = head_dim + SCALE_BYTES if self.has_codes else head_dim * self.itemsize
+        return kv_heads * of_head
+
+    def block_bytes(self, heads: tuple[int, int]) -> int:
+        """Of a layer's part of a block."""
+        return 2 * self.block_size * self.row_bytes(heads)
+
+
 def kv_layout(
-    model: ModelConfig, block_size: int = 16, most_refused: int = 1, itemsize: int = 4
+    model: ModelConfig,
+    block_size: int = 16,
+    most_refused: int = 1,
+    itemsize: int = 4,
+    *,
+    has_codes: bool = False,
 ) -> KVLayout:
     """The groups of a model: one for each kind of attention, or several of equal size as in vLLM.
 
     Full attention comes first, then windows in the order of their first layers, then convolutions,
     which take no more tensors than attention does: as many share one as fit into its blocks. States
     come last: they fill blocks one after the other, cut anywhere. `most_refused` tokens at the end
-    of a sequence may have to be computed again. Numbers of keys and values have `itemsize` bytes.
-    Raises `FieldError` where not even one convolution fits.
+    of a sequence may have to be computed again. Numbers have `itemsize` bytes; with `has_codes`
+    keys and values are kept in eight bits. Raises `FieldError` where not even one convolution fits.
     """
+    kept = _Kept(block_size, itemsize, has_codes)
     kinds: dict[int | None, list[int]] = {}
     others = {*model.conv_layers, *model.state_layers}
     for layer in range(model.num_layers):
@@ -181,7 +215,7 @@ def kv_layout(
             kinds.setdefault(model.window_of(layer), []).append(layer)
     in_order = dict(sorted(kinds.items(), key=lambda kind: kind[0] is not None))
     if len({model.heads_of(window) for window in kinds}) > 1:
-        return _layout_of_parts(model, in_order, block_size)
+        return _layout_of_parts(model, in_order, kept)
     size = _group_size([len(layers) for layers in kinds.values()])
     groups = tuple(
         KVGroup(layers, window, readers=_readers(model, layers))
@@ -189,12 +223,12 @@ def kv_layout(
         for layers in _deal(all_of, size)
     )
     if model.conv_layers:
-        kept = min(model.conv_taps - 1 + most_refused, block_size)
-        groups += tuple(_convolutions(model, size, block_size, kept))
+        tokens = min(model.conv_taps - 1 + most_refused, block_size)
+        groups += tuple(_convolutions(model, size, kept, tokens))
     heads = model.heads_of(next(iter(kinds)))
-    part = 2 * block_size * prod(heads) * itemsize // STATE_BYTES
-    states = tuple(_states(model, len(groups), size, part))
-    return KVLayout(groups + tuple(_state_groups(states, len(groups))), *heads, states)
+    states = tuple(_states(model, len(groups), size, kept.block_bytes(heads) // STATE_BYTES))
+    groups += tuple(_state_groups(states, len(groups)))
+    return KVLayout(groups, *heads, states, kept.row_bytes(heads) if has_codes else 0)
 
 
 def _group_size(kinds: Sequence[int]) -> int:
@@ -203,31 +237,34 @@ def _group_size(kinds: Sequence[int]) -> int:
 
 
 def _layout_of_parts(
-    model: ModelConfig, kinds: Mapping[int | None, Sequence[int]], block_size: int
+    model: ModelConfig, kinds: Mapping[int | None, Sequence[int]], kept: _Kept
 ) -> KVLayout:
     """Groups of layers whose heads differ: a block is cut into the parts of a group's layers.
 
     As many layers share a block as make groups of all kinds of about the same bytes.
     """
     heads = {window: model.heads_of(window) for window in kinds}
-    keys = {window: prod(of_layer) for window, of_layer in heads.items()}
-    size = _group_size([len(layers) * keys[window] for window, layers in kinds.items()])
-    size = max(size, *keys.values())
+    row_bytes = {window: kept.row_bytes(of_layer) for window, of_layer in heads.items()}
+    size = _group_size([len(layers) * row_bytes[window] for window, layers in kinds.items()])
+    size = max(size, *row_bytes.values())
     groups = tuple(
         KVGroup(
             layers,
             window,
             layers_per_tensor=len(layers),
             heads=heads[window],
-            part_numbers=2 * block_size * keys[window],
+            part_numbers=kept.block_bytes(heads[window]) // kept.itemsize,
             readers=_readers(model, layers),
         )
         for window, all_of in kinds.items()
-        for layers in _deal(all_of, size // keys[window])
+        for layers in _deal(all_of, size // row_bytes[window])
     )
     head_dim = gcd(*(dims for _, dims in heads.values()))
-    most = max(len(group.layers) * keys[group.sliding_window] for group in groups)
-    return KVLayout(groups, most // head_dim, head_dim)
+    most = max(len(group.layers) * prod(heads[group.sliding_window]) for group in groups)
+    code_bytes = max(len(group.layers) * row_bytes[group.sliding_window] for group in groups)
+    return KVLayout(
+        groups, most // head_dim, head_dim, code_bytes=code_bytes if kept.has_codes else 0
+    )
 
 
 def _readers(model: ModelConfig, layers: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -264,12 +301,12 @@ def _state_groups(states: Sequence[StatePart], first: int) -> Iterator[KVGroup]:
 
 
 def _convolutions(
-    model: ModelConfig, num_tensors: int, block_size: int, kept_tokens: int
+    model: ModelConfig, num_tensors: int, kept: _Kept, kept_tokens: int
 ) -> Iterator[KVGroup]:
-    numbers = 2 * block_size * model.num_kv_heads * model.head_dim
+    numbers = kept.block_bytes((model.num_kv_heads, model.head_dim)) // kept.itemsize
     needed = model.hidden_size * kept_tokens
     if numbers < needed:
-        least = -(-needed * block_size // numbers)
+        least = -(-needed * kept.block_size // numbers)
         raise FieldError(
             "block_size",
             f"must be at least {least} for this model's convolutions, which keep the inputs of "

@@ -113,7 +113,11 @@ def _info_router(replicas: ReplicaSet, served: ServedModel, flags: Mapping[str, 
     async def show_version() -> dict[str, Any]:
         about = await replicas.about()
         shown = {name: about[0][name] for name in names}
-        return {"version": VERSION, "cpu_activations": about[0]["activations"], **shown}
+        renamed = {
+            "cpu_activations": about[0]["activations"],
+            "kv_cache_dtype": about[0]["kv_dtype"],
+        }
+        return {"version": VERSION, **renamed, **shown}
 
     @router.get("/server_info")
     @describes_server_info

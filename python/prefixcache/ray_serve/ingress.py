@@ -45,7 +45,8 @@ class Ingress:
         model = read_config(config.model, folder)
         tokenizer = Tokenizer.from_folder(folder, read_template(config.chat_template))
         about = await replicas.about.remote()
-        facts = {name: about[name] for name in ("batch_invariant", "dtype", "activations")}
+        names = ("batch_invariant", "dtype", "kv_dtype", "activations")
+        facts = {name: about[name] for name in names}
         grammars = Grammars(partial(vocabulary_of, tokenizer, model))
         client = CommandClient(commands, await commands.state.remote())
         longest, block_size = about["max_model_len"], about["prefix_hash"]["block_size"]

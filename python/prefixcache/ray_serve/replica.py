@@ -259,7 +259,7 @@ class EngineReplica:
     @property
     def _served(self) -> Served:
         hashes, about = self._engine.control.prefix_hash_info(), self._built.arithmetic
-        names = ("architecture", "dtype")
+        names = ("architecture", "dtype", "kv_dtype")
         common = ", ".join(f"{name} {about[name]}" for name in names)
         return Served(
             f"weights {hashes.weights_name}, {common}, blocks of {hashes.block_size} tokens",
@@ -278,6 +278,7 @@ class EngineReplica:
             "pid": os.getpid(),
             "batch_invariant": built.batch_invariant,
             "dtype": built.dtype,
+            "kv_dtype": built.kv_dtype,
             "activations": built.activations,
             "device": built.device,
             "max_model_len": built.max_model_len,

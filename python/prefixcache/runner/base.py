@@ -32,10 +32,12 @@ class ModelSpec:
     """What is known of a model once it is loaded.
 
     `hardware` describes in words what computes, and `instructions` names those of the CPU's own
-    kernels, of which `kernel_revision` counts the changes that round otherwise.
+    kernels, of which `kernel_revision` counts the changes that round otherwise. `kv_dtype` is what
+    keys and values are kept as.
     """
 
     dtype: str
+    kv_dtype: str
     hardware: str
     attention: str
     batch_invariant: bool
@@ -49,7 +51,8 @@ class ModelSpec:
         """What the bits of keys and values depend on besides model, weights and activations."""
         if self.instructions is None:
             return self.dtype
-        return f"{self.dtype}/{self.instructions}/r{self.kernel_revision}"
+        computed = f"{self.dtype}/{self.instructions}/r{self.kernel_revision}"
+        return computed if self.kv_dtype == self.dtype else f"{computed}/{self.kv_dtype} kv"
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,12 +42,28 @@ class MemorySize:
 
 
 def layout_of(config: EngineConfig, model: ModelConfig, itemsize: int) -> KVLayout:
-    """The groups of a model in the engine, whose keys and values are numbers of `itemsize` bytes.
+    """The groups of a model in the engine, whose numbers have `itemsize` bytes.
 
     Raises `FieldError` for blocks too small for it.
     """
     # The last token is computed again where a grammar's mask is late, with its guesses or without.
-    return kv_layout(model, config.cache.block_size, 1 + most_guesses(config), itemsize)
+    return kv_layout(
+        model,
+        config.cache.block_size,
+        1 + most_guesses(config),
+        itemsize,
+        has_codes=config.cache.kv_cache_dtype == "int8",
+    )
+
+
+def check_kv_dtype(cache: CacheConfig, dtype: str) -> None:
+    """Raises `FieldError` where keys and values are to be numbers of another type than `dtype`."""
+    if cache.kv_cache_dtype not in ("auto", "int8", dtype):
+        raise FieldError(
+            "kv_cache_dtype",
+            f"must be auto, int8 or {dtype}: numbers are of the type that is computed with "
+            f"(dtype), got {cache.kv_cache_dtype}.",
+        )
 
 
 def most_guesses(config: EngineConfig) -> int:

@@ -97,6 +97,7 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
             built.folder,
             batch_invariant=built.batch_invariant,
             dtype=built.dtype,
+            kv_dtype=built.kv_dtype,
             activations=built.activations,
         )
         engine = AsyncEngine(

@@ -8,13 +8,14 @@ use prefixcache_cpu::tile::{TileWork, dot_tile, heights, run_tile, widths};
 use prefixcache_cpu::{Bf16, Form, Kernel, Lanes, OutOfMemory, Rows, RowsMut, Team};
 
 use crate::Attention;
-use crate::paged::{GROUP, KvElement, TILE, holds_groups, pack_keys};
+use crate::codes::{CodeGroup, group_at, unpack};
+use crate::paged::{GROUP, KvElement, KvPages, TILE, holds_groups, pack_keys};
 use crate::plan::{Plan, Task};
 use crate::state::{Sight, Workspace};
 
 /// Attends from each query to the keys of its sequence up to its own position.
 ///
-/// `queries` and `out` are [T, H * D]; `cache` is [P, 2 * K * B * D], as [`crate::append`] fills it.
+/// `queries` and `out` are [T, H * D].
 /// Where there are `sinks`, each head has one: a score, not scaled, of a key whose value is zero.
 ///
 /// # Errors
@@ -26,7 +27,7 @@ pub fn attend<E: KvElement>(
     form: Form,
     team: &Team,
     plan: &Plan,
-    cache: Rows<'_, E>,
+    cache: KvPages<'_, E>,
     queries: Rows<'_, E>,
     sinks: Option<&[f32]>,
     out: &RowsMut<'_, E>,
@@ -35,13 +36,15 @@ pub fn attend<E: KvElement>(
     let (width, kv_heads) = (attention.heads * attention.head_dim, attention.kv_heads);
     assert_eq!(queries.shape(), (plan.num_queries(), width), "queries");
     assert_eq!(out.shape(), (plan.num_queries(), width), "shape of out");
-    assert_eq!(
-        cache.width(),
-        2 * kv_heads * plan.block_size() * attention.head_dim,
-        "width of the cache"
-    );
+    let page = match cache {
+        KvPages::Numbers(_) => 2 * kv_heads * plan.block_size() * attention.head_dim,
+        KvPages::Codes(_) => attention.code_bytes(plan.block_size()),
+    };
+    let is_code = matches!(cache, KvPages::Codes(_));
+    assert!(!is_code || holds_groups(plan.block_size()), "tokens of a block");
+    assert_eq!(cache.shape().1, page, "width of the cache");
     assert!(sinks.is_none_or(|sinks| sinks.len() == attention.heads), "sinks");
-    assert!(cache.rows() >= plan.num_pages(), "rows of the cache");
+    assert!(cache.shape().0 >= plan.num_pages(), "rows of the cache");
     let tasks = plan.tasks();
     team.try_run(tasks.len() * kv_heads, |number| {
         let (task, kv_head) = (&tasks[number / kv_heads], number % kv_heads);
@@ -73,7 +76,7 @@ const DEPTH: usize = 8;
 struct QueryRun<'a, E> {
     attention: &'a Attention,
     plan: &'a Plan,
-    cache: Rows<'a, E>,
+    cache: KvPages<'a, E>,
     queries: Rows<'a, E>,
     sinks: Option<&'a [f32]>,
     out: &'a RowsMut<'a, E>,
@@ -105,15 +108,12 @@ impl<E: KvElement> Kernel for QueryRun<'_, E> {
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) -> Self::Output {
         let rows = self.task.queries.len() * self.attention.group();
-        let mut workspace =
-            Workspace::new(rows, self.attention.head_dim, holds_groups(self.plan.block_size()))?;
+        let in_place = matches!(self.cache, KvPages::Numbers(_)) && self.holds_groups();
+        let mut workspace = Workspace::new(rows, self.attention.head_dim, in_place)?;
         let end = self.task.start + self.task.queries.len();
         let first = self.attention.first_seen(self.task.start) / TILE * TILE;
         for tile in (first..end).step_by(TILE) {
-            let mut panels = self.panels(lanes, tile, TILE.min(end - tile), &mut workspace);
-            if holds_groups(self.plan.block_size()) {
-                panels.next_keys = self.next_keys(tile + TILE, end, &workspace);
-            }
+            let panels = self.panels(lanes, tile, end, &mut workspace);
             for (row, height) in heights(rows) {
                 self.advance_rows(lanes, tile, row, height, &panels, &mut workspace);
             }
@@ -126,48 +126,126 @@ impl<E: KvElement> Kernel for QueryRun<'_, E> {
 }
 
 impl<E: KvElement> QueryRun<'_, E> {
-    /// The first `count` keys and values of the tile; zeros stand for those behind every row's
+    /// The keys and values of the tile before `end`; zeros stand for those behind every row's
     /// window, whose pages may have been given away.
     #[inline(always)]
     fn panels<L: Lanes>(
         &self,
         lanes: L,
         tile: usize,
-        count: usize,
+        end: usize,
         workspace: &mut Workspace,
     ) -> Panels {
-        let first = self.attention.first_seen(self.task.start);
-        let hidden = first.saturating_sub(tile);
-        if !holds_groups(self.plan.block_size()) {
-            self.pack(lanes, tile, hidden..count, workspace);
-            return Panels::packed(workspace, self.attention.head_dim, E::PER_WORD);
+        match self.cache {
+            KvPages::Codes(pages) => self.unpacked(lanes, pages, tile, end, workspace),
+            KvPages::Numbers(pages) if self.holds_groups() => {
+                self.groups(pages, tile, end, workspace)
+            }
+            KvPages::Numbers(pages) => {
+                self.pack(lanes, pages, tile, end, workspace);
+                Panels::in_workspace(workspace, self.attention.head_dim, E::PER_WORD)
+            }
         }
-        self.groups(tile, count, workspace)
     }
 
-    /// Where the packed groups of the tile stand, of which `count` keys are seen.
+    /// Whether the cache holds packed groups.
     #[inline(always)]
-    fn groups(&self, tile: usize, count: usize, workspace: &Workspace) -> Panels {
-        let hidden = self.attention.first_seen(self.task.start).saturating_sub(tile);
-        let mut panels = Panels::of_zeros(workspace);
-        for group in hidden / GROUP..count.div_ceil(GROUP) {
-            let (key, value) = self.numbers(tile + group * GROUP, GROUP);
+    fn holds_groups(&self) -> bool {
+        holds_groups(self.plan.block_size())
+    }
+
+    /// The keys of the tile before `end` that some row may see.
+    #[inline(always)]
+    fn seen(&self, tile: usize, end: usize) -> Range<usize> {
+        let first = self.attention.first_seen(self.task.start);
+        first.saturating_sub(tile)..TILE.min(end.saturating_sub(tile))
+    }
+
+    /// The groups of the tile that some row may see.
+    #[inline(always)]
+    fn seen_groups(&self, tile: usize, end: usize) -> Range<usize> {
+        let seen = self.seen(tile, end);
+        seen.start / GROUP..seen.end.div_ceil(GROUP)
+    }
+
+    /// Where the packed groups of the tile stand, and what is to be read after it.
+    #[inline(always)]
+    fn groups(&self, pages: Rows<'_, E>, tile: usize, end: usize, workspace: &Workspace) -> Panels {
+        let zeros = workspace.zeros.as_slice().as_ptr();
+        let mut panels = Panels::new([zeros; TILE / GROUP], [zeros; TILE / GROUP]);
+        for group in self.seen_groups(tile, end) {
+            let (key, value) = self.numbers(pages, tile + group * GROUP, GROUP);
             panels.keys[group] = key.cast();
             panels.values[group] = value.cast();
+        }
+        panels.soon_bytes = GROUP * self.attention.head_dim * size_of::<E>();
+        let mut next = [zeros; TILE / GROUP];
+        for group in self.seen_groups(tile + TILE, end) {
+            next[group] = self.numbers(pages, tile + TILE + group * GROUP, GROUP).0.cast();
+        }
+        panels.soon = [Some(panels.values), (tile + TILE < end).then_some(next)];
+        panels
+    }
+
+    /// Writes the numbers that the codes of the tile are to the workspace.
+    #[inline(always)]
+    fn unpacked<L: Lanes>(
+        &self,
+        lanes: L,
+        pages: Rows<'_, u8>,
+        tile: usize,
+        end: usize,
+        workspace: &mut Workspace,
+    ) -> Panels {
+        let dims = self.attention.head_dim;
+        let (at, words) = (CodeGroup::new(dims), GROUP * dims / E::PER_WORD);
+        for group in self.seen_groups(tile, end) {
+            let codes = self.codes(pages, tile + group * GROUP);
+            let keys = &mut workspace.keys.as_mut_slice()[group * words..][..words];
+            let values = &mut workspace.values.as_mut_slice()[group * words..][..words];
+            let scales = workspace.scales.as_mut_slice();
+            // SAFETY: a group has GROUP * D codes of keys, and of values, and GROUP scales of each; the
+            // slices hold as many numbers.
+            unsafe {
+                let from = codes.as_ptr();
+                unpack::<E, L>(lanes, from.cast(), (dims, GROUP), keys.as_mut_ptr());
+                let of_values = from.add(at.values).cast();
+                unpack::<E, L>(lanes, of_values, (GROUP, dims), values.as_mut_ptr());
+                for (of, start) in [at.key_scales, at.value_scales].into_iter().enumerate() {
+                    let to = scales[of * TILE + group * GROUP..][..GROUP].as_mut_ptr();
+                    to.cast::<u8>().copy_from_nonoverlapping(from.add(start), 4 * GROUP);
+                }
+            }
+        }
+        let mut panels = Panels::in_workspace(workspace, dims, E::PER_WORD);
+        let scales = workspace.scales.as_slice().as_ptr().cast::<f32>();
+        panels.scales = Some([scales, scales.wrapping_add(TILE)]);
+        if tile + TILE < end {
+            panels.soon_bytes = CodeGroup::bytes(dims) / 2;
+            let nobody = workspace.scales.as_slice().as_ptr();
+            let mut halves = [[nobody; TILE / GROUP]; 2];
+            for group in self.seen_groups(tile + TILE, end) {
+                let next = self.codes(pages, tile + TILE + group * GROUP).as_ptr().cast();
+                halves[0][group] = next;
+                halves[1][group] = next.wrapping_byte_add(panels.soon_bytes);
+            }
+            panels.soon = halves.map(Some);
         }
         panels
     }
 
-    /// The packed keys from `tile` on, if that is before `end`.
+    /// The codes and scales of the group of a position.
     #[inline(always)]
-    fn next_keys(&self, tile: usize, end: usize, workspace: &Workspace) -> Option<Groups> {
-        (tile < end).then(|| self.groups(tile, TILE.min(end - tile), workspace).keys)
+    fn codes<'b>(&self, pages: Rows<'b, u8>, position: usize) -> &'b [u8] {
+        let (dims, size) = (self.attention.head_dim, self.plan.block_size());
+        let (page, offset) = self.plan.place(self.task.sequence, position);
+        let start = group_at(self.kv_head, offset, dims, size);
+        &pages.row(page)[start..][..CodeGroup::bytes(dims)]
     }
 
     /// What asks for the groups in `shares` shares, if there are groups to be read soon.
     #[inline(always)]
-    fn fetch(&self, groups: Option<Groups>, shares: usize) -> Fetch {
-        let bytes = GROUP * self.attention.head_dim * size_of::<E>();
+    fn fetch(&self, groups: Option<Groups>, bytes: usize, shares: usize) -> Fetch {
         let lines = TILE / GROUP * bytes / CACHE_LINE;
         Fetch {
             groups: groups.unwrap_or([std::ptr::null(); TILE / GROUP]),
@@ -180,23 +258,30 @@ impl<E: KvElement> QueryRun<'_, E> {
 
     /// Where the keys and values of `count` positions stand, which lie in one page.
     #[inline(always)]
-    fn numbers(&self, position: usize, count: usize) -> (*const E, *const E) {
+    fn numbers(&self, pages: Rows<'_, E>, position: usize, count: usize) -> (*const E, *const E) {
         let (dims, kv_heads) = (self.attention.head_dim, self.attention.kv_heads);
         let (page, offset) = self.plan.place(self.task.sequence, position);
-        let (page, size) = (self.cache.row(page), self.plan.block_size());
+        let (page, size) = (pages.row(page), self.plan.block_size());
         let part = |head| &page[(head * size + offset) * dims..][..count * dims];
         let (keys, values) = (part(self.kv_head), part(self.kv_head + kv_heads));
         (keys.as_ptr(), values.as_ptr())
     }
 
-    /// Packs those keys and values of the tile; zeros stand for the others.
+    /// Packs the keys and values of the tile that some row may see; zeros stand for the others.
     #[inline(always)]
-    fn pack<L: Lanes>(&self, lanes: L, tile: usize, seen: Range<usize>, workspace: &mut Workspace) {
-        let dims = self.attention.head_dim;
+    fn pack<L: Lanes>(
+        &self,
+        lanes: L,
+        pages: Rows<'_, E>,
+        tile: usize,
+        end: usize,
+        workspace: &mut Workspace,
+    ) {
+        let (dims, seen) = (self.attention.head_dim, self.seen(tile, end));
         let mut keys = [std::ptr::null::<E>(); TILE];
         let mut values = [std::ptr::null::<E>(); TILE];
         for k in seen.clone() {
-            (keys[k], values[k]) = self.numbers(tile + k, 1);
+            (keys[k], values[k]) = self.numbers(pages, tile + k, 1);
         }
         let key_words = workspace.keys.as_mut_slice().as_mut_ptr();
         let value_words = workspace.values.as_mut_slice();
@@ -228,10 +313,10 @@ impl<E: KvElement> QueryRun<'_, E> {
             return; // No row sees a key of this tile: it would add zeros.
         }
         let vectors = seen.div_ceil(L::LANES);
-        let packed = row == 0 && holds_groups(self.plan.block_size());
         let chunks = self.attention.head_dim / E::PER_WORD / DEPTH;
-        let values = packed.then_some(panels.values);
-        let mut fetch = self.fetch(values, vectors.div_ceil(L::WIDTH) * chunks);
+        let soon = if row == 0 { panels.soon } else { [None; 2] };
+        let shares = vectors.div_ceil(L::WIDTH) * chunks;
+        let mut fetch = self.fetch(soon[0], panels.soon_bytes, shares);
         for (column, is_wide) in widths::<L>(vectors) {
             let scores = Scores {
                 fetch: &mut fetch,
@@ -248,13 +333,14 @@ impl<E: KvElement> QueryRun<'_, E> {
             let sight = self.sight(row + r, tile);
             let scores = &mut workspace.scores.as_mut_slice()[r * TILE..(r + 1) * TILE];
             let line = &mut workspace.probabilities.as_mut_slice()[r * TILE..(r + 1) * TILE];
-            // SAFETY: each line holds TILE numbers, at least `vectors * LANES`.
+            // SAFETY: each line, and the scales of a tile, hold TILE numbers, at least `vectors * LANES`.
             unsafe {
                 workspace.softmax[row + r].advance::<E, L>(
                     lanes,
                     self.attention,
                     sight,
                     vectors,
+                    panels.scales,
                     scores.as_mut_ptr().cast(),
                     line.as_mut_ptr().cast(),
                 );
@@ -262,8 +348,8 @@ impl<E: KvElement> QueryRun<'_, E> {
         }
         let depth = seen.div_ceil(E::PER_WORD);
         let vectors = self.attention.head_dim / L::LANES;
-        let keys = panels.next_keys.filter(|_| row == 0);
-        let mut fetch = self.fetch(keys, vectors.div_ceil(L::WIDTH) * seen.div_ceil(GROUP));
+        let shares = vectors.div_ceil(L::WIDTH) * seen.div_ceil(GROUP);
+        let mut fetch = self.fetch(soon[1], panels.soon_bytes, shares);
         for (column, is_wide) in widths::<L>(vectors) {
             let column_start = column * L::LANES;
             let sums = Sums {
@@ -361,29 +447,31 @@ impl Fetch {
 struct Panels {
     keys: Groups,
     values: Groups,
-    /// The keys of the next tile, where they are packed.
-    next_keys: Option<Groups>,
+    /// Of the tile's keys and of its values, where they are codes.
+    scales: Option<[*const f32; 2]>,
+    /// What is read soon: to be asked for while scores are computed, and while values are added.
+    soon: [Option<Groups>; 2],
+    /// Bytes of each of these groups.
+    soon_bytes: usize,
 }
 
 /// Where each packed group of a tile starts.
 type Groups = [*const u32; TILE / GROUP];
 
 impl Panels {
-    /// The groups that were packed into the workspace.
     #[inline(always)]
-    fn packed(workspace: &Workspace, dims: usize, per_word: usize) -> Self {
-        let words = GROUP * dims / per_word;
-        Self {
-            keys: from_fn(|group| workspace.keys.as_slice()[group * words..].as_ptr()),
-            values: from_fn(|group| workspace.values.as_slice()[group * words..].as_ptr()),
-            next_keys: None,
-        }
+    fn new(keys: Groups, values: Groups) -> Self {
+        Self { keys, values, scales: None, soon: [None; 2], soon_bytes: 0 }
     }
 
+    /// The groups that were packed into the workspace.
     #[inline(always)]
-    fn of_zeros(workspace: &Workspace) -> Self {
-        let zeros = workspace.zeros.as_slice().as_ptr();
-        Self { keys: [zeros; TILE / GROUP], values: [zeros; TILE / GROUP], next_keys: None }
+    fn in_workspace(workspace: &Workspace, dims: usize, per_word: usize) -> Self {
+        let words = GROUP * dims / per_word;
+        Self::new(
+            from_fn(|group| workspace.keys.as_slice()[group * words..].as_ptr()),
+            from_fn(|group| workspace.values.as_slice()[group * words..].as_ptr()),
+        )
     }
 
     /// The first words of the keys from number `key` of the tile on.

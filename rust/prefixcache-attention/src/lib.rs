@@ -13,8 +13,9 @@
 //!
 //! Letters of shapes: T tokens in the step, S sequences, H query heads, K key-value heads, D head
 //! size, P pages (blocks), B tokens a block. The cache of a layer is [P, 2 * K * B * D]: its part of each
-//! page, which others may share.
+//! page, which others may share. Where keys and values are kept in eight bits it has bytes in place of numbers.
 
+mod codes;
 mod conv;
 mod delta;
 mod kernel;
@@ -22,10 +23,11 @@ mod paged;
 mod plan;
 mod state;
 
+pub use codes::{CODE_TOKENS, append_codes};
 pub use conv::{MAX_TAPS, ShortConv, short_conv};
 pub use delta::{DeltaHeads, DeltaRule, HEAD_STEP, StatePart, delta_rule, replay_delta_rule};
 pub use kernel::attend;
-pub use paged::{KvElement, append};
+pub use paged::{KvElement, KvPages, KvPagesMut, append};
 pub use plan::{BlockTables, NO_PAGE, Plan, PlanError};
 
 /// The constants of a model's attention.

@@ -9,9 +9,10 @@
 //!
 //! Other blocks hold their tokens one after the other, and are packed tile by tile.
 
-use prefixcache_cpu::{Bf16, Element, Lanes, Rows, RowsMut};
+use prefixcache_cpu::{Bf16, Element, Form, Lanes, Rows, RowsMut, Team};
 
 use crate::Plan;
+use crate::codes::append_codes;
 
 /// Keys of a tile.
 pub(crate) const TILE: usize = 64;
@@ -95,6 +96,70 @@ fn write_grouped_value<E: Element>(page: &mut [E], offset: usize, value: &[E]) {
     }
 }
 
+/// The pages of a layer, to read: numbers as [`append`] writes them, or codes as [`crate::append_codes`] does.
+#[derive(Clone, Copy)]
+pub enum KvPages<'a, E> {
+    /// [P, 2 * K * B * D]
+    Numbers(Rows<'a, E>),
+    /// [P, [`crate::Attention::code_bytes`]]
+    Codes(Rows<'a, u8>),
+}
+
+impl<'a, E: 'static> KvPages<'a, E> {
+    /// The same pages, if their numbers are of type `U`.
+    pub(crate) fn of_type<U: 'static>(self) -> Option<KvPages<'a, U>> {
+        Some(match self {
+            Self::Numbers(rows) => KvPages::Numbers(rows.of_type()?),
+            Self::Codes(rows) => KvPages::Codes(rows),
+        })
+    }
+
+    /// Pages, and what each has of numbers or bytes.
+    pub(crate) fn shape(&self) -> (usize, usize) {
+        match self {
+            Self::Numbers(rows) => rows.shape(),
+            Self::Codes(rows) => rows.shape(),
+        }
+    }
+}
+
+/// The pages of a layer, to write.
+pub enum KvPagesMut<'a, E> {
+    /// [P, 2 * K * B * D]
+    Numbers(RowsMut<'a, E>),
+    /// [P, [`crate::Attention::code_bytes`]]
+    Codes(RowsMut<'a, u8>),
+}
+
+impl<E: Element> KvPagesMut<'_, E> {
+    /// [`append`] or [`crate::append_codes`].
+    ///
+    /// # Panics
+    /// As they do.
+    pub fn append(
+        &self,
+        form: Form,
+        team: &Team,
+        plan: &Plan,
+        slots: &[i64],
+        keys: Rows<'_, E>,
+        values: Rows<'_, E>,
+    ) {
+        match self {
+            Self::Numbers(cache) => append(cache, plan, slots, keys, values),
+            Self::Codes(cache) => append_codes(form, team, cache, plan, slots, keys, values),
+        }
+    }
+
+    /// The pages, to read for a while.
+    pub fn read(&mut self) -> KvPages<'_, E> {
+        match self {
+            Self::Numbers(cache) => KvPages::Numbers(cache.read()),
+            Self::Codes(cache) => KvPages::Codes(cache.read()),
+        }
+    }
+}
+
 /// A number type of the cache: how the values of neighbouring keys share words.
 pub trait KvElement: Element {
     /// Packs the values of `PER_WORD` keys: word d holds number d of each. Null stands for zeros.
@@ -103,6 +168,12 @@ pub trait KvElement: Element {
     /// `keys` holds `PER_WORD` rows, each null or readable for `dims` numbers, a multiple of 16;
     /// `to` is writable for `dims` words.
     unsafe fn pack_values<L: Lanes>(lanes: L, keys: &[*const Self], dims: usize, to: *mut u32);
+
+    /// Words of the numbers that the codes at `from` are, and of those `line` bytes behind them, where a word holds two.
+    ///
+    /// # Safety
+    /// `L::LANES` bytes are readable at each.
+    unsafe fn join_codes<L: Lanes>(lanes: L, from: *const i8, line: usize) -> L::V;
 }
 
 impl KvElement for f32 {
@@ -113,6 +184,12 @@ impl KvElement for f32 {
             // vouches for.
             unsafe { lanes.store(to.add(d).cast(), load_or_zeros(lanes, keys[0], d)) }
         }
+    }
+
+    #[inline(always)]
+    unsafe fn join_codes<L: Lanes>(lanes: L, from: *const i8, _: usize) -> L::V {
+        // SAFETY: the caller's promise is the same.
+        unsafe { lanes.load_i8(from) }
     }
 }
 
@@ -127,6 +204,12 @@ impl KvElement for Bf16 {
                 lanes.store(to.add(d).cast(), lanes.zip_upper(even, odd));
             }
         }
+    }
+
+    #[inline(always)]
+    unsafe fn join_codes<L: Lanes>(lanes: L, from: *const i8, line: usize) -> L::V {
+        // SAFETY: the caller vouches for both. Codes have at most 7 bits, so the lower halves are zero.
+        unsafe { lanes.zip_upper(lanes.load_i8(from), lanes.load_i8(from.add(line))) }
     }
 }
 

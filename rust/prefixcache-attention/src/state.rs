@@ -9,10 +9,12 @@ use crate::paged::{GROUP, TILE};
 
 /// What a task keeps while it goes through the tiles; all are words of 4 bytes.
 pub(crate) struct Workspace {
-    /// `[TILE / 16, D / numbers a word, 16]`: keys of a tile whose blocks hold no packed groups.
+    /// `[TILE / 16, D / numbers a word, 16]`: keys of a tile whose blocks hold no packed groups of numbers.
     pub(crate) keys: AlignedWords,
     /// `[TILE / numbers a word, D]`: values of such a tile.
     pub(crate) values: AlignedWords,
+    /// `[2, TILE]`: scales of the keys and of the values, where they are codes.
+    pub(crate) scales: AlignedWords,
     /// A packed group of zeros, for those behind a window.
     pub(crate) zeros: AlignedWords,
     /// `[MAX_HEIGHT, TILE]`: scores, in `f32`.
@@ -26,11 +28,13 @@ pub(crate) struct Workspace {
 }
 
 impl Workspace {
-    pub(crate) fn new(rows: usize, head_dim: usize, grouped: bool) -> Result<Self, OutOfMemory> {
-        let (packed, hidden) = if grouped { (0, GROUP) } else { (TILE, 0) };
+    /// `in_place`: the cache holds packed groups of numbers.
+    pub(crate) fn new(rows: usize, head_dim: usize, in_place: bool) -> Result<Self, OutOfMemory> {
+        let (packed, hidden) = if in_place { (0, GROUP) } else { (TILE, 0) };
         Ok(Self {
             keys: AlignedWords::zeroed(head_dim * packed)?,
             values: AlignedWords::zeroed(head_dim * packed)?,
+            scales: AlignedWords::zeroed(2 * TILE)?,
             zeros: AlignedWords::zeroed(head_dim * hidden)?,
             scores: AlignedWords::zeroed(MAX_HEIGHT * TILE)?,
             probabilities: AlignedWords::zeroed(MAX_HEIGHT * TILE)?,
@@ -65,17 +69,21 @@ pub(crate) struct Sight {
 
 impl Softmax {
     /// Takes in the first `vectors` vectors of a row's dot products and turns them into
-    /// probabilities.
+    /// probabilities. `scales`, where there are some, are those of the keys and of the values: a value's multiplies its
+    /// probability, after that is added to the total.
     ///
     /// # Safety
-    /// `scores` is writable and `probabilities` writable for `vectors * LANES` numbers.
+    /// `scores` is writable and `probabilities` writable for `vectors * LANES` numbers, and scales are readable for as
+    /// many.
     #[inline(always)]
+    #[expect(clippy::too_many_arguments, reason = "a kernel's operands")]
     pub(crate) unsafe fn advance<E: Element, L: Lanes>(
         &mut self,
         lanes: L,
         attention: &Attention,
         sight: Sight,
         vectors: usize,
+        scales: Option<[*const f32; 2]>,
         scores: *mut f32,
         probabilities: *mut E,
     ) {
@@ -87,7 +95,11 @@ impl Softmax {
             // SAFETY: v is below `vectors`.
             unsafe {
                 let at = scores.add(v * L::LANES);
-                let score = scaled(lanes, attention, lanes.load(at));
+                let mut dot = lanes.load(at);
+                if let Some([keys, _]) = scales {
+                    dot = lanes.mul(dot, lanes.load(keys.add(v * L::LANES)));
+                }
+                let score = scaled(lanes, attention, dot);
                 let seen = mask(lanes, sight, v * L::LANES, score);
                 lanes.store(at, seen);
                 highest = lanes.max(highest, seen);
@@ -105,7 +117,14 @@ impl Softmax {
                 let score = lanes.load(scores.add(v * L::LANES));
                 let p = lanes.exp(lanes.sub(score, base));
                 totals = lanes.add(totals, p);
-                E::store(lanes, probabilities.add(v * L::LANES), p);
+                let mut weight = p;
+                if let Some([_, values]) = scales {
+                    let zero = lanes.splat(0.0);
+                    let scaled = lanes.mul(p, lanes.load(values.add(v * L::LANES)));
+                    // Out of sight a scale may be anything.
+                    weight = lanes.select_less(zero, p, scaled, zero);
+                }
+                E::store(lanes, probabilities.add(v * L::LANES), weight);
             }
         }
         // SAFETY: as above.

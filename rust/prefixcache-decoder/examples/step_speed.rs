@@ -8,7 +8,7 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use prefixcache_attention::{Attention, BlockTables, Plan};
+use prefixcache_attention::{Attention, BlockTables, KvPagesMut, Plan};
 use prefixcache_cpu::{Form, Rows, RowsMut, Team, WeightMemory};
 use prefixcache_decoder::{
     AttentionMixer, DecoderLayer, Dense, FeedForward, Group, Makes, Mixer, Rotation, Scratch, Step,
@@ -211,7 +211,8 @@ fn measure(
         let counted = model.team.rounds();
         let mut x = RowsMut::new(&mut x, HIDDEN);
         for (layer, cache) in decoder.iter().zip(&mut caches) {
-            let mut cache = RowsMut::new(cache, 2 * KV_HEADS * BLOCK * DIMS);
+            let cache = RowsMut::new(cache, 2 * KV_HEADS * BLOCK * DIMS);
+            let mut cache = KvPagesMut::Numbers(cache);
             step.forward(layer, &mut cache, None, &mut x, &mut scratch).expect("memory");
         }
         rounds = model.team.rounds() - counted;

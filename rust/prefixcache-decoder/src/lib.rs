@@ -14,7 +14,7 @@
 mod feed_forward;
 mod mixer;
 
-use prefixcache_attention::{KvElement, Plan};
+use prefixcache_attention::{KvElement, KvPagesMut, Plan};
 use prefixcache_cpu::memory::{OutOfMemory, filled};
 use prefixcache_cpu::{Form, Rows, RowsMut, Team};
 use prefixcache_ops::PackedLinear;
@@ -190,7 +190,7 @@ struct Sum<'a, E> {
 
 impl Step<'_> {
     /// Takes the residual stream `x` [T, E] through a layer, in place; writes the tokens' keys and
-    /// values to `cache` [P, 2 * K * B * D], or the inputs of a convolution to `cache` [P, kept * E].
+    /// values to `cache`, or the inputs of a convolution to `cache` [P, kept * E], which has numbers.
     /// `own` [T, I] is the input that the layer alone has, where it has one.
     /// States have places of their own.
     ///
@@ -199,12 +199,12 @@ impl Step<'_> {
     /// cache may be written.
     ///
     /// # Panics
-    /// The shapes do not fit each other, the plan or the scratch, or there is no such group or
-    /// rotation.
+    /// The shapes do not fit each other, the plan or the scratch, there is no such group or
+    /// rotation, or a convolution is given codes.
     pub fn forward<E: KvElement>(
         &self,
         layer: &DecoderLayer<'_, E>,
-        cache: &mut RowsMut<'_, E>,
+        cache: &mut KvPagesMut<'_, E>,
         own: Option<Rows<'_, E>>,
         x: &mut RowsMut<'_, E>,
         scratch: &mut Scratch<E>,
@@ -247,7 +247,7 @@ impl Step<'_> {
     fn mix<E: KvElement>(
         &self,
         layer: &DecoderLayer<'_, E>,
-        cache: &mut RowsMut<'_, E>,
+        cache: &mut KvPagesMut<'_, E>,
         x: Rows<'_, E>,
         scratch: &mut Scratch<E>,
     ) -> Result<(), OutOfMemory> {
@@ -263,6 +263,9 @@ impl Step<'_> {
                 self.attend(mixer, cache, normed, &mut scratch.attention, sum)
             }
             Mixer::ShortConv(mixer) => {
+                let KvPagesMut::Numbers(cache) = cache else {
+                    panic!("a convolution keeps numbers");
+                };
                 self.convolve(mixer, cache, normed, &mut scratch.short_conv, sum)
             }
             Mixer::Delta(mixer) => self.read_states(mixer, normed, &mut scratch.delta, sum),

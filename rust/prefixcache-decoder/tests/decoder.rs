@@ -7,7 +7,7 @@ mod noise;
 use std::ops::Range;
 
 use noise::noise;
-use prefixcache_attention::{Attention, BlockTables, KvElement, Plan};
+use prefixcache_attention::{Attention, BlockTables, KvElement, KvPagesMut, Plan};
 use prefixcache_cpu::{Bf16, Form, Rows, RowsMut, Team, WeightMemory};
 use prefixcache_decoder::{
     AttentionMixer, DecoderLayer, Dense, FeedForward, Group, Makes, Mixer, OwnInput, Rotation,
@@ -435,7 +435,8 @@ fn in_steps<E: KvElement>(
         let layers: Vec<_> = layers.iter().map(Layer::borrowed).collect();
         let mut scratch = Scratch::new(length, HIDDEN, &layers).expect("memory");
         for (number, layer) in layers.iter().enumerate() {
-            let mut cache = RowsMut::new(&mut caches[family.owner(number)], page_width);
+            let cache = RowsMut::new(&mut caches[family.owner(number)], page_width);
+            let mut cache = KvPagesMut::Numbers(cache);
             let own = own_inputs::<E>(number);
             let own = Rows::new(&own[start * OWN..(start + length) * OWN], OWN);
             let own = layer.own_input.is_some().then_some(own);

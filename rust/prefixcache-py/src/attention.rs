@@ -1,6 +1,8 @@
 //! The Python class `PagedAttention`.
 
-use prefixcache_attention::{Attention, BlockTables, Plan, append, attend};
+use prefixcache_attention::{
+    Attention, BlockTables, CODE_TOKENS, KvElement, KvPagesMut, Plan, attend,
+};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
@@ -15,6 +17,8 @@ use crate::names;
 pub struct PagedAttention {
     cpu: Py<Cpu>,
     pub dtype: DType,
+    /// Whether keys and values are kept as codes of eight bits.
+    keeps_codes: bool,
     pub attention: Attention,
     step: Exclusive<Option<PlannedStep>>,
 }
@@ -65,9 +69,28 @@ impl PagedAttention {
         })
     }
 
-    /// Numbers of a page that holds a layer's keys and values.
+    /// What a page that holds a layer's keys and values has as many bytes as: numbers of the type.
     pub fn page_numbers(&self, step: &PlannedStep) -> usize {
-        2 * self.attention.kv_heads() * step.plan.block_size() * self.attention.head_dim()
+        match self.keeps_codes {
+            true => self.attention.code_bytes(step.plan.block_size()) / self.dtype.size(),
+            false => {
+                2 * self.attention.kv_heads() * step.plan.block_size() * self.attention.head_dim()
+            }
+        }
+    }
+
+    /// The pages of a layer.
+    ///
+    /// # Safety
+    /// Numbers of type E, or codes, stand there while `'a` lasts, and nobody else uses them.
+    pub unsafe fn pages<'a, E: KvElement>(&self, cache: &Matrix) -> Result<KvPagesMut<'a, E>> {
+        // SAFETY: the caller's promise.
+        Ok(unsafe {
+            match self.keeps_codes {
+                true => KvPagesMut::Codes(cache.in_bytes(self.dtype).rows_mut()?),
+                false => KvPagesMut::Numbers(cache.rows_mut()?),
+            }
+        })
     }
 
     /// A part of each page at an address, of `numbers` float32 numbers of a state.
@@ -87,7 +110,8 @@ impl PagedAttention {
     /// Attention of `num_heads` query heads over `num_kv_heads` heads of the cache.
     #[new]
     #[pyo3(signature = (
-        cpu, dtype, num_heads, num_kv_heads, head_dim, scale, *, window_left=None, softcap=None
+        cpu, dtype, num_heads, num_kv_heads, head_dim, scale, *, window_left=None, softcap=None,
+        keeps_codes=false
     ))]
     fn new(
         cpu: Py<Cpu>,
@@ -98,12 +122,13 @@ impl PagedAttention {
         scale: Real<names::Scale>,
         window_left: Option<Number<names::WindowLeft>>,
         softcap: Option<Real<names::Softcap>>,
+        keeps_codes: bool,
     ) -> Result<Self> {
         let mut attention = Attention::new(num_heads.0, num_kv_heads.0, head_dim.0, scale.0)?;
         attention.window_left = window_left.map(|left| left.0);
         attention.softcap = softcap.map(|cap| cap.0);
         let step = Exclusive::new(None);
-        Ok(Self { cpu, dtype: dtype.0, attention, step })
+        Ok(Self { cpu, dtype: dtype.0, keeps_codes, attention, step })
     }
 
     /// Take the block tables of a step over a cache [num_pages, 2, K, block_size, D].
@@ -124,6 +149,12 @@ impl PagedAttention {
     ) -> Result<()> {
         let (num_pages, block_size) = (num_pages.0, block_size.0);
         ensure!(block_size > 0, "block_size", "must be positive");
+        let are_groups = !self.keeps_codes || block_size.is_multiple_of(CODE_TOKENS);
+        ensure!(
+            are_groups,
+            "block_size",
+            "must be a multiple of {CODE_TOKENS} where codes are kept"
+        );
         let num_slots = self.num_slots(num_pages, block_size)?;
         // Attached to the interpreter until they are read: nobody's code runs that could resize them.
         let (qo_indptr, kv_indptr) = (qo_indptr.read()?, kv_indptr.read()?);
@@ -172,9 +203,9 @@ impl PagedAttention {
         // The cache is written first, and then only read.
         py.detach(|| unsafe {
             with_dtype!(self.dtype, E => {
-                append(&cache.rows_mut::<E>()?, plan, slots, keys.rows()?, values.rows()?);
-                let (cache, queries) = (cache.rows::<E>()?, queries.rows()?);
-                attend(cpu.form, &cpu.team, plan, cache, queries, None, &out.rows_mut()?)?;
+                let (form, team, mut cache) = (cpu.form, &cpu.team, self.pages::<E>(&cache)?);
+                cache.append(form, team, plan, slots, keys.rows()?, values.rows()?);
+                attend(form, team, plan, cache.read(), queries.rows()?, None, &out.rows_mut()?)?;
             });
             Ok(())
         })

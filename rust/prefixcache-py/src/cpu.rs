@@ -3,7 +3,7 @@
 use prefixcache_core::error::Argument;
 use prefixcache_cpu::form::UnknownForm;
 use prefixcache_cpu::team::MAX_THREADS;
-use prefixcache_cpu::{Bf16, Element, Form, Rows, RowsMut, Team, WeightMemory};
+use prefixcache_cpu::{Bf16, Form, Rows, RowsMut, Team, WeightMemory};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
@@ -132,6 +132,12 @@ impl Matrix {
         Self { name: N::NAME, address: address.0, rows, width, stride }
     }
 
+    /// The matrix as bytes, if it is one of numbers of this type.
+    pub fn in_bytes(&self, dtype: DType) -> Self {
+        let bytes = |numbers: usize| numbers.saturating_mul(dtype.size());
+        Self { width: bytes(self.width), stride: bytes(self.stride), ..*self }
+    }
+
     /// Where the matrix starts, and its stride: rows that can lie in memory and do not overlap.
     fn checked<E>(&self) -> Result<(*mut E, usize)> {
         if self.rows == 0 || self.width == 0 {
@@ -179,7 +185,7 @@ impl Matrix {
     ///
     /// # Safety
     /// Numbers of this type stand there while `'a` lasts, and nobody else uses them.
-    pub unsafe fn rows_mut<'a, E: Element>(&self) -> Result<RowsMut<'a, E>> {
+    pub unsafe fn rows_mut<'a, E>(&self) -> Result<RowsMut<'a, E>> {
         let (start, stride) = self.checked::<E>()?;
         // SAFETY: the caller's promise; rows do not overlap.
         Ok(unsafe { RowsMut::from_raw(start, self.rows, self.width, stride) })

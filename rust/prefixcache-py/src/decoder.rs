@@ -1,9 +1,9 @@
 //! The Python class `DecoderStack`.
 
-use prefixcache_attention::{KvElement, StatePart, replay_delta_rule};
+use prefixcache_attention::{KvElement, KvPagesMut, StatePart, replay_delta_rule};
 use prefixcache_core::error::Argument;
 use prefixcache_cpu::memory::filled;
-use prefixcache_decoder::{Group, Rotation, Scratch, Step};
+use prefixcache_decoder::{Group, Mixer, Rotation, Scratch, Step};
 use pyo3::prelude::*;
 
 use crate::arguments::{
@@ -106,7 +106,7 @@ impl DecoderStack {
         &self,
         (steps, guesses): (&[&PlannedStep], &[usize]),
         groups: &[Group<'_>],
-        layer_groups: &[usize],
+        (attentions, layer_groups): (&[&PagedAttention], &[usize]),
         linears: &[Vec<Guard<'_>>],
         tensors: &Tensors,
     ) -> Result<()> {
@@ -137,10 +137,15 @@ impl DecoderStack {
         // SAFETY: the caller's promise.
         let own = unsafe { tensors.own_inputs.map(|own| own.rows::<E>()).transpose()? };
         let mut first = 0;
-        for (layer, cache) in layers.iter().zip(&tensors.caches) {
+        for ((layer, cache), &group) in layers.iter().zip(&tensors.caches).zip(layer_groups) {
             // SAFETY: the caller's promise; layers of several groups may share a cache, one after
             // the other.
-            let mut cache = unsafe { cache.rows_mut::<E>()? };
+            let mut cache = unsafe {
+                match layer.mixer {
+                    Mixer::Attention(_) => attentions[group].pages::<E>(cache)?,
+                    _ => KvPagesMut::Numbers(cache.rows_mut()?),
+                }
+            };
             let width = layer.own_input.as_ref().map(|own| own.out.inputs());
             let own = own.zip(width).map(|(own, width)| {
                 first += width;
@@ -382,7 +387,8 @@ impl DecoderStack {
         py.detach(|| unsafe {
             let step = (steps.as_slice(), guessed.counts.as_slice());
             with_dtype!(self.dtype, E => {
-                self.run::<E>(step, &groups, &layer_groups, &linears, &tensors)
+                let layers = (attentions.as_slice(), layer_groups.as_slice());
+                self.run::<E>(step, &groups, layers, &linears, &tensors)
             })
         })
     }

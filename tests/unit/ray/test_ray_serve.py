@@ -483,6 +483,7 @@ class AllReplicas:
         names = (
             "batch_invariant",
             "dtype",
+            "kv_dtype",
             "activations",
             "max_model_len",
             "weights",

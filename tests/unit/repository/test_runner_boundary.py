@@ -35,6 +35,7 @@ class WholeRunner(PlainRunner):
         sizes = PoolSizes(start=65, ceiling=65, floor=2, block_bytes=BLOCK_BYTES, free_bytes=0)
         self._specs = KVSpecs(kv_layout(model), sizes)
         return ModelSpec(
+            kv_dtype="float32",
             dtype="float32",
             hardware="a sheet of paper",
             attention="none",

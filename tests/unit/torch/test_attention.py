@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from prefixcache.exceptions import ConfigError
 from prefixcache.kv.specs import KVGroup
 from prefixcache.runner.torch.attention.base import AttentionGroup, AttentionSpec
 from prefixcache.runner.torch.attention.registry import attention_names, make_attention
-from support.kernel_attention import backend_of
+from support.kernel_attention import backend_of, rounded
 from support.paged_driver import make_batch
 
 BLOCK_SIZE = 4
@@ -39,9 +41,13 @@ def expected_rows(
     return torch.stack(rows).view(len(q), spec.num_heads, spec.head_dim)
 
 
-@pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.parametrize(
-    ("heads", "block_size"), [((4, 4), BLOCK_SIZE), ((4, 2), 16), ((7, 1), 16)]
+    ("backend", "heads", "block_size"),
+    [
+        *product(["torch", "cpu"], [(4, 4)], [BLOCK_SIZE]),
+        *product(["torch", "cpu", "int8"], [(4, 2), (7, 1)], [16]),
+        ("int8", (4, 4), 64),
+    ],
 )
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, 2.0), (100, None), (None, 2.0)])
 def test_mixed_batch(backend, heads, window, softcap, block_size):
@@ -79,6 +85,8 @@ def test_mixed_batch(backend, heads, window, softcap, block_size):
         torch.cat([keys[i][chunks[i][0] :] for i in new]),
         torch.cat([values[i][chunks[i][0] :] for i in new]),
     )
+    if backend == "int8":
+        keys, values = ([rounded(rows) for rows in all_of] for all_of in (keys, values))
     expected = torch.cat([expected_rows(spec, queries[i], keys[i], values[i]) for i in new])
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-4)
 

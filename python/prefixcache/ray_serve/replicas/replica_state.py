@@ -25,7 +25,7 @@ class Command:
 class Served:
     """What a replica computes.
 
-    All replicas are to have the same `common`: weights, model and dtype. The root hash of its
+    All replicas are to have the same `common`: weights, model and types. The root hash of its
     blocks also depends on its `arithmetic`, which names its processor's instructions and its
     activations.
     """

@@ -431,6 +431,7 @@ def attention_kernels(
                 cpu, dtype, config.num_heads, *heads, scale,
                 window_left=None if window is None else window - 1,
                 softcap=config.attention_softcap,
+                keeps_codes=layout.code_bytes > 0,
             )
             for heads, window in kinds
         ]  # fmt: skip

@@ -18,7 +18,13 @@ from prefixcache.models.checkpoint import read_checkpoint
 from prefixcache.models.loader import choose_dtype, load_model
 from prefixcache.models.replaceable import ReplaceableModel
 from prefixcache.runner.base import KVSpecs, ModelSpec
-from prefixcache.runner.sizing import choose_num_blocks, fitting_model_len, layout_of, pool_sizes
+from prefixcache.runner.sizing import (
+    check_kv_dtype,
+    choose_num_blocks,
+    fitting_model_len,
+    layout_of,
+    pool_sizes,
+)
 from prefixcache.runner.threads import num_threads
 from prefixcache.runner.torch.attention.grouped import GroupedAttention
 from prefixcache.runner.torch.attention.registry import AttentionOptions, make_attention
@@ -60,6 +66,12 @@ class TorchRunner:
         for name, value in given.items():
             if value is not None:
                 raise FieldError(name, "needs the CPU's own kernels, without torch.")
+        if config.cache.kv_cache_dtype == "int8":
+            raise FieldError(
+                "kv_cache_dtype",
+                "int8 needs the CPU's own kernels: neither torch nor FlashInfer attends to "
+                "integers with a scale for each token and head.",
+            )
         self._device, self._invariant = choose_device(config)
         self._config = config.on(self._device.type)
 
@@ -88,6 +100,8 @@ class TorchRunner:
                 f"{config.attention} on {device}.",
             )
         dtype = _choose_dtype(config, model, device)
+        dtype_name = str(dtype).removeprefix("torch.")
+        check_kv_dtype(config.cache, dtype_name)
         threads = num_threads(config.cpu_threads)
         if device.type == "cpu":
             torch.set_num_threads(threads)
@@ -115,7 +129,8 @@ class TorchRunner:
         self.memory.settle()
         of_cpu = f" with {threads} threads" if device.type == "cpu" else ""
         return ModelSpec(
-            dtype=str(dtype).removeprefix("torch."),
+            dtype=dtype_name,
+            kv_dtype=dtype_name,
             hardware=f"{device}{of_cpu} (torch)",
             attention=attention.name,
             batch_invariant=attention.batch_invariant and self._invariant,

@@ -90,6 +90,7 @@ def health_router(
             "version": VERSION,
             "batch_invariant": served.batch_invariant,
             "dtype": served.dtype,
+            "kv_cache_dtype": served.kv_dtype,
             "cpu_activations": served.activations,
             "weights": None if weights is None else asdict(weights),
             "prefix_hash": None if control is None else asdict(control.prefix_hash_info()),

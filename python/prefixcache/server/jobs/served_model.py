@@ -19,10 +19,10 @@ class ServedModel:
     """The model as clients see it: any of `names` asks for it, the first is shown.
 
     `batch_invariant` says whether an answer's bits are the same in every batch; None where that
-    is not known. `dtype` is the type that it computes in, and `activations` what a CPU multiplies
-    weights in blocks with. `priorities` lets clients choose who is served first. `chat` is how
-    chats are written and answers read, by the two parsers named, with `template_variables` where
-    requests give no others.
+    is not known. `dtype` is the type that it computes in, `kv_dtype` what it keeps keys and values
+    as, and `activations` what a CPU multiplies weights in blocks with. `priorities` lets clients
+    choose who is served first. `chat` is how chats are written and answers read, by the two parsers
+    named, with `template_variables` where requests give no others.
 
     With `any_name` clients may ask for any other name too. `clamps_max_tokens` shortens answers to
     what the context has room for; without it requests that ask for more are refused.
@@ -40,6 +40,7 @@ class ServedModel:
     created: int = 0
     batch_invariant: bool | None = None
     dtype: str | None = None
+    kv_dtype: str | None = None
     activations: str = "exact"
     priorities: bool = False
     any_name: bool = False

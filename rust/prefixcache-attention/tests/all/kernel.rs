@@ -1,7 +1,7 @@
 //! The kernel against the obvious computation, and against itself: the same bits for a row however
 //! the tokens around it are cut into steps.
 
-use prefixcache_attention::{Attention, KvElement, append, attend};
+use prefixcache_attention::{Attention, KvElement, KvPagesMut, attend};
 use prefixcache_cpu::{Bf16, Form, Rows, RowsMut, Team};
 use proptest::prelude::*;
 
@@ -20,17 +20,65 @@ struct Layer<E> {
     block_size: usize,
     /// Whether steps list the pages alone that their tokens see.
     leaves_out: bool,
-    cache: Vec<E>,
+    cache: Cache<E>,
+}
+
+/// Numbers that are NaN, or codes whose scales are, where nothing was written.
+enum Cache<E> {
+    Numbers(Vec<E>),
+    Codes(Vec<u8>),
+}
+
+/// What keys and values are kept as.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Kept {
+    Numbers,
+    Codes,
 }
 
 impl<E: KvElement> Layer<E> {
-    fn new(attention: Attention, block_size: usize, leaves_out: bool) -> Self {
-        let page_width = 2 * block_size * attention.kv_heads() * attention.head_dim();
-        Self {
-            attention,
-            block_size,
-            leaves_out,
-            cache: vec![E::from_f32(f32::NAN); PAGES * (BETWEEN + page_width)],
+    fn new(attention: Attention, (kept, block_size): (Kept, usize), leaves_out: bool) -> Self {
+        let numbers = 2 * block_size * attention.kv_heads() * attention.head_dim();
+        let cache = match kept {
+            Kept::Numbers => {
+                Cache::Numbers(vec![E::from_f32(f32::NAN); PAGES * (BETWEEN + numbers)])
+            }
+            Kept::Codes => {
+                Cache::Codes(vec![0xff; PAGES * (BETWEEN + attention.code_bytes(block_size))])
+            }
+        };
+        Self { attention, block_size, leaves_out, cache }
+    }
+
+    /// The keys and values that are read of a row of inputs.
+    fn rounded(&self, mut x: Vec<f64>) -> Vec<f64> {
+        if matches!(self.cache, Cache::Codes(_)) {
+            for head in x.chunks_exact_mut(self.attention.head_dim()).skip(self.attention.heads()) {
+                let largest = head.iter().fold(0.0_f64, |largest, x| largest.max(x.abs()));
+                let scale = largest as f32 / 127.0;
+                // Divided in f32: in f64 what is nearly a half would go the other way.
+                let code = |x: f64| f64::from((x as f32 / scale).round_ties_even());
+                head.iter_mut().for_each(|x| *x = code(*x) * f64::from(scale));
+            }
+        }
+        x
+    }
+}
+
+impl<E> Cache<E> {
+    /// The layer's part of each page, to write.
+    fn pages(&mut self) -> KvPagesMut<'_, E> {
+        fn part<T>(all: &mut [T]) -> RowsMut<'_, T> {
+            let width = all.len() / PAGES;
+            // SAFETY: the rows lie in the slice, which is borrowed mutably, and are as far apart as they are wide.
+            unsafe {
+                let start = all.as_mut_ptr().add(BETWEEN);
+                RowsMut::from_raw(start, PAGES, width - BETWEEN, width)
+            }
+        }
+        match self {
+            Self::Numbers(all) => KvPagesMut::Numbers(part(all)),
+            Self::Codes(all) => KvPagesMut::Codes(part(all)),
         }
     }
 }
@@ -70,21 +118,15 @@ impl<E: KvElement> common::Layer<E> for Layer<E> {
             }
         });
         let (x, keys) = (Rows::new(&x, inputs), attention.kv_heads() * attention.head_dim());
-        let page_width = BETWEEN + 2 * size * keys;
-        let mut cache = RowsMut::new(&mut self.cache, page_width);
-        append(
-            &cache.columns(BETWEEN..page_width),
-            &plan,
-            &slots,
-            x.columns(width..width + keys),
-            x.columns(width + keys..inputs),
-        );
+        let mut pages = self.cache.pages();
+        let (of_keys, of_values) = (width..width + keys, width + keys..inputs);
+        pages.append(form, team, &plan, &slots, x.columns(of_keys), x.columns(of_values));
         let mut out = vec![E::from_f32(f32::NAN); x.rows() * width];
         attend(
             form,
             team,
             &plan,
-            Rows::new(&self.cache, page_width).columns(BETWEEN..page_width),
+            pages.read(),
             x.columns(0..width),
             sinks(attention).as_deref(),
             &RowsMut::new(&mut out, width),
@@ -97,11 +139,13 @@ impl<E: KvElement> common::Layer<E> for Layer<E> {
     fn reference(&self, x: &[E]) -> Vec<(usize, f64)> {
         let [inputs, width] = common::Layer::<E>::widths(self);
         let tokens = x.len() / inputs;
+        let numbers = |row: &[E]| row.iter().map(|x| f64::from(x.to_f32())).collect();
+        let rows: Vec<_> = x.chunks_exact(inputs).map(|row| self.rounded(numbers(row))).collect();
         let mut out = Vec::new();
         for position in [0, tokens / 2, tokens - 1] {
             for head in 0..self.attention.heads() {
                 let first = position * width + head * self.attention.head_dim();
-                out.extend((first..).zip(attended(&self.attention, x, position, head)));
+                out.extend((first..).zip(attended(&self.attention, &rows, position, head)));
             }
         }
         out
@@ -115,17 +159,10 @@ fn sinks(attention: &Attention) -> Option<Vec<f32>> {
 }
 
 /// What one head of a token reads.
-fn attended<E: KvElement>(
-    attention: &Attention,
-    x: &[E],
-    position: usize,
-    head: usize,
-) -> Vec<f64> {
+fn attended(attention: &Attention, x: &[Vec<f64>], position: usize, head: usize) -> Vec<f64> {
     let (dims, heads, kv_heads) = (attention.head_dim(), attention.heads(), attention.kv_heads());
     let key_head = heads + head / (heads / kv_heads);
-    let at = |row: usize, head: usize, d: usize| {
-        f64::from(x[(row * (heads + 2 * kv_heads) + head) * dims + d].to_f32())
-    };
+    let at = |row: usize, head: usize, d: usize| x[row][head * dims + d];
     let left = attention.window_left;
     let first = left.map_or(0, |left| position.saturating_sub(left));
     let score = |key: usize| {
@@ -172,13 +209,13 @@ fn schedules() -> impl Strategy<Value = (Vec<usize>, Vec<usize>)> {
 fn check<E: KvElement + PartialEq>(
     attention: Attention,
     (form, threads): (Form, usize),
-    block_size: usize,
+    kept: (Kept, usize),
     leaves_out: bool,
     (lengths, chunks): &(Vec<usize>, Vec<usize>),
 ) {
     let mut chunks = chunks.iter().cycle();
-    let alone = || Layer::<E>::new(attention, block_size, false);
-    let mut many = Layer::new(attention, block_size, leaves_out);
+    let alone = || Layer::<E>::new(attention, kept, false);
+    let mut many = Layer::new(attention, kept, leaves_out);
     common::check((form, threads), lengths, alone, &mut many, |done, length| {
         (done, length.min(done + chunks.next().expect("a cycle")), [0, 0])
     });
@@ -198,8 +235,23 @@ proptest! {
     ) {
         // A page of one token leaves room for few of them.
         let block_size = if schedule.0.iter().any(|&length| length > 85) { 16 } else { block_size };
-        check::<f32>(attention, (form, threads), block_size, leaves_out, &schedule);
-        check::<Bf16>(attention, (form, threads), block_size, leaves_out, &schedule);
+        let kept = (Kept::Numbers, block_size);
+        check::<f32>(attention, (form, threads), kept, leaves_out, &schedule);
+        check::<Bf16>(attention, (form, threads), kept, leaves_out, &schedule);
+    }
+
+    #[test]
+    fn codes_are_near_the_reference_and_the_same_bits_in_every_schedule(
+        attention in attentions(),
+        form in forms(),
+        block_size in prop::sample::select(vec![16, 32, 64]),
+        threads in 1_usize..=2,
+        leaves_out in any::<bool>(),
+        schedule in schedules(),
+    ) {
+        let kept = (Kept::Codes, block_size);
+        check::<f32>(attention, (form, threads), kept, leaves_out, &schedule);
+        check::<Bf16>(attention, (form, threads), kept, leaves_out, &schedule);
     }
 }
 
@@ -210,7 +262,7 @@ fn a_token_that_sees_only_itself_returns_its_value() {
         // Heads that have no sinks.
         let attention = Attention::new(3, 1, 64, 0.125).expect("a shape that fits");
         let x = noise::<f32>(1, 5 * 64);
-        let mut layer = Layer::new(attention, 16, false);
+        let mut layer = Layer::new(attention, (Kept::Numbers, 16), false);
         let out = layer.step(form, &team, std::slice::from_ref(&x), &[(0, 0, 1)], &[]);
         assert!(out.chunks_exact(64).all(|head| head == &x[4 * 64..]));
     }

@@ -1,8 +1,8 @@
 //! Attention over keys and values that lie in a cache.
 
-use prefixcache_attention::{KvElement, append, attend};
+use prefixcache_attention::{KvElement, KvPagesMut, attend};
+use prefixcache_cpu::Rows;
 use prefixcache_cpu::memory::OutOfMemory;
-use prefixcache_cpu::{Rows, RowsMut};
 use prefixcache_ops::PackedLinear;
 use prefixcache_ops::rowwise::{RmsNorm, open, rotate};
 
@@ -96,7 +96,7 @@ impl Step<'_> {
     pub(crate) fn attend<E: KvElement>(
         &self,
         mixer: &AttentionMixer<'_, E>,
-        cache: &mut RowsMut<'_, E>,
+        cache: &mut KvPagesMut<'_, E>,
         x: Rows<'_, E>,
         scratch: &mut Scratch<E>,
         sum: Sum<'_, E>,
@@ -133,7 +133,7 @@ impl Step<'_> {
     fn keep<E: KvElement>(
         &self,
         mixer: &AttentionMixer<'_, E>,
-        cache: &RowsMut<'_, E>,
+        cache: &KvPagesMut<'_, E>,
         scratch: &mut Scratch<E>,
     ) {
         let (width, turned) = (mixer.qkv.outputs(), mixer.turned());
@@ -149,7 +149,7 @@ impl Step<'_> {
         }
         let keys = scratch.turned.read(turned).columns(keys);
         let group = &self.groups[mixer.group];
-        append(cache, group.plan, group.slots, keys, values);
+        cache.append(self.form, self.team, group.plan, group.slots, keys, values);
     }
 
     /// Normalises the queries and keys, where the model does, and turns them by their positions.

@@ -1,7 +1,8 @@
-"""What activations of eight bits change in answers.
+"""What activations, or keys and values, of eight bits change in answers.
 
     python benches/serving/int8_quality.py questions
     python benches/serving/int8_quality.py texts --chats 40 --tokens 400
+    python benches/serving/int8_quality.py keys --chats 40 --tokens 400
     python benches/serving/int8_quality.py formats MODEL.gguf ... --llama-python VENV/bin/python
 
 The rule, written before the numbers were seen: int8 is what `--cpu-activations auto` takes, unless
@@ -13,7 +14,8 @@ per cent in this mean, in whichever direction.)
 
 `texts` are recorded chats (tau-bench, `tests/support/dialogues.py`), the turns after the policy:
 all read the same tokens, and each tells the log probability of the token that follows and its own
-favourite. Then each goes on by itself, greedily, from half of the text. `formats` reads GGUF files
+favourite. Then each goes on by itself, greedily, from half of the text. `keys` does the same with
+keys and values in eight bits. `formats` reads GGUF files
 of the Llama family, with random tokens where the file's own vocabulary has no text.
 """
 
@@ -58,6 +60,9 @@ _WAYS: dict[str, tuple[KernelDType, Activations]] = {
 }
 app = typer.Typer(help=__doc__)
 
+# A model, and whether its keys and values are kept in eight bits.
+_Way = tuple[CpuModel, bool]
+
 
 @app.command()
 def questions(model: str = DEFAULT_MODEL, output: Path | None = None) -> None:
@@ -85,29 +90,60 @@ def texts(
     """Log probabilities and greedy tokens, against exact bfloat16."""
     folder, cpu = resolve_model(model), Cpu(threads)
     models = {way: cpu_model(folder, dtype, cpu, kind) for way, (dtype, kind) in _WAYS.items()}
-    reported: dict[str, list[Tensor]] = {way: [] for way in models}
-    favourites: dict[str, list[Tensor]] = {way: [] for way in models}
-    equal = dict.fromkeys(models, 0)
-    first = next(iter(models))
-    all_tokens = _texts(Tokenizer.from_folder(folder), chats, tokens)
+    drawn = _texts(Tokenizer.from_folder(folder), chats, tokens)
+    found = _against_the_first({way: (each, False) for way, each in models.items()}, cpu, drawn)
+    write_record(output, ways=found)
+
+
+@app.command()
+def keys(
+    model: str = DEFAULT_MODEL,
+    chats: int = 20,
+    tokens: int = 512,
+    threads: int = usable_cores(),
+    output: Path | None = None,
+) -> None:
+    """The same with keys and values in eight bits, against each type's own."""
+    folder, cpu = resolve_model(model), Cpu(threads)
+    drawn = _texts(Tokenizer.from_folder(folder), chats, tokens)
+    dtypes: list[KernelDType] = ["bfloat16", "float32"]
+    exact = {dtype: cpu_model(folder, dtype, cpu) for dtype in dtypes}
+    found = dict[str, dict[str, dict[str, float]]]()
+    for dtype, other in zip(dtypes, reversed(dtypes), strict=True):
+        ways = {
+            f"exact, {dtype}": (exact[dtype], False),
+            f"int8 keys and values, {dtype}": (exact[dtype], True),
+            f"exact, {other}": (exact[other], False),
+        }
+        found[dtype] = _against_the_first(ways, cpu, drawn)
+    write_record(output, ways=found)
+
+
+def _against_the_first(
+    ways: dict[str, _Way], cpu: Cpu, all_tokens: Sequence[list[int]]
+) -> dict[str, dict[str, float]]:
+    reported: dict[str, list[Tensor]] = {way: [] for way in ways}
+    favourites: dict[str, list[Tensor]] = {way: [] for way in ways}
+    equal = dict.fromkeys(ways, 0)
+    first = next(iter(ways))
     for text in all_tokens:
         half = text[: len(text) // 2]
-        answers = {way: _greedy(each, cpu, half) for way, each in models.items()}
-        for way, each in models.items():
+        answers = {way: _greedy(each, cpu, half) for way, each in ways.items()}
+        for way, each in ways.items():
             logits = _logits_of(each, cpu, text)[:-1]
             reported[way].append(_of_following(logits, text))
             favourites[way].append(logits.argmax(-1))
             equal[way] += sum(a == b for a, b in zip(answers[way], answers[first], strict=True))
     exact, best = torch.cat(reported[first]), torch.cat(favourites[first])
-    print(f"{model}: {len(all_tokens)} texts, {len(exact)} tokens")
+    print(f"{len(all_tokens)} texts, {len(exact)} tokens")
     found = dict[str, dict[str, float]]()
-    for way in models:
+    for way in ways:
         same = float((torch.cat(favourites[way]) == best).double().mean())
         share = equal[way] / GREEDY / len(all_tokens)
         found[way] = _differences(torch.cat(reported[way]), exact)
         found[way] |= {"same favourite": same, "greedy tokens equal": share}
         print(f"{way}: {found[way]}", flush=True)
-    write_record(output, ways=found)
+    return found
 
 
 @app.command()
@@ -153,7 +189,7 @@ def _ours(folder: Path, texts: Sequence[list[int]], threads: int, way: str) -> I
     cpu = Cpu(threads)
     model = cpu_model(folder, dtype, cpu, activations)
     for text in texts:
-        yield _of_following(_logits_of(model, cpu, text)[:-1], text)
+        yield _of_following(_logits_of((model, False), cpu, text)[:-1], text)
 
 
 def _in_float64(folder: Path, texts: Sequence[list[int]]) -> Tensor:
@@ -176,8 +212,8 @@ def _theirs(file: Path, texts: Sequence[list[int]], python: str, threads: int) -
         )
 
 
-def _logits_of(model: CpuModel, cpu: Cpu, tokens: list[int]) -> Tensor:
-    driver = CpuDriver(model, cpu=cpu, max_tokens=len(tokens))
+def _logits_of(way: _Way, cpu: Cpu, tokens: list[int]) -> Tensor:
+    driver = CpuDriver(way[0], cpu=cpu, max_tokens=len(tokens), has_codes=way[1])
     return driver.forward([(0, 0, tokens)])
 
 
@@ -187,8 +223,10 @@ def _of_following(logits: Tensor, tokens: list[int]) -> Tensor:
     return logits.double().log_softmax(-1).gather(1, following)[:, 0]
 
 
-def _greedy(model: CpuModel, cpu: Cpu, tokens: list[int]) -> list[int]:
-    return CpuDriver(model, cpu=cpu, max_tokens=len(tokens) + GREEDY).generate(tokens, GREEDY)
+def _greedy(way: _Way, cpu: Cpu, tokens: list[int]) -> list[int]:
+    length = len(tokens) + GREEDY
+    driver = CpuDriver(way[0], cpu=cpu, max_tokens=length, has_codes=way[1])
+    return driver.generate(tokens, GREEDY)
 
 
 def _differences(mine: Tensor, expected: Tensor) -> dict[str, float]:

@@ -27,6 +27,7 @@ _FLAGS = {
     "model": "model",
     "revision": "revision",
     "dtype": "dtype",
+    "kv_dtype": "kv_cache_dtype",
     "activations": "cpu_activations",
     "instructions": "cpu_instructions",
     "max_model_len": "max_model_len",
@@ -43,6 +44,7 @@ def rerun(given: Given) -> None:
     path, ids = given.values["record"], given.values["ids"]
     check_can_read("RECORD", path)
     about, records = _read(path)
+    about = {"kv_dtype": about.get("dtype"), **about}  # older records do not tell it
     chosen = _chosen(records, ids)
     about = {"activations": "exact", **about}  # as all were before they had a name
     flags = {flag: about.get(name) for name, flag in _FLAGS.items()}

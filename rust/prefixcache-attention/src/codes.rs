@@ -164,6 +164,73 @@ fn round_row<E: Element>(row: &[E], codes: &mut [u8]) -> f32 {
     scale
 }
 
+/// A number of a panel as it stands in memory: a word that products read, or a code that words are made of.
+pub(crate) trait PanelNumber<E>: Copy {
+    /// Numbers in a row of a word's column: a code is one of what a word holds.
+    const PER_WORD: usize;
+
+    /// `L::LANES` words, of the numbers at `from` and `stride` numbers behind them where a word is made of two.
+    ///
+    /// # Safety
+    /// `L::LANES` numbers are readable at each.
+    unsafe fn words<L: Lanes>(lanes: L, from: *const Self, stride: usize) -> L::V;
+}
+
+impl<E> PanelNumber<E> for u32 {
+    const PER_WORD: usize = 1;
+
+    #[inline(always)]
+    unsafe fn words<L: Lanes>(lanes: L, from: *const Self, _: usize) -> L::V {
+        // SAFETY: the caller's promise is the same.
+        unsafe { lanes.load(from.cast()) }
+    }
+}
+
+impl<E: KvElement> PanelNumber<E> for i8 {
+    const PER_WORD: usize = E::PER_WORD;
+
+    #[inline(always)]
+    unsafe fn words<L: Lanes>(lanes: L, from: *const Self, stride: usize) -> L::V {
+        // SAFETY: the caller's promise is the same.
+        unsafe { E::join_codes(lanes, from, stride) }
+    }
+}
+
+/// As [`prefixcache_cpu::tile::dot_tile`], of panels of words or of codes, with the same sums in the same order.
+///
+/// # Safety
+/// Each row is readable for `depth` words, and each panel for `L::LANES` numbers at each of `depth * PER_WORD`
+/// multiples of `stride`.
+#[inline(always)]
+pub(crate) unsafe fn dot_panels<E, P, L, const H: usize, const W: usize>(
+    lanes: L,
+    acc: &mut [[L::V; W]; H],
+    rows: &[*const u32; H],
+    panels: &[*const P; W],
+    stride: usize,
+    depth: usize,
+) where
+    E: KvElement,
+    P: PanelNumber<E>,
+    L: Lanes,
+{
+    for w in 0..depth {
+        // SAFETY: w is below `depth`, so the caller vouches for these addresses.
+        unsafe {
+            let mut columns = [lanes.splat(0.0); W];
+            for (column, panel) in columns.iter_mut().zip(panels) {
+                *column = P::words(lanes, panel.add(w * P::PER_WORD * stride), stride);
+            }
+            for r in 0..H {
+                let x = lanes.splat_word(rows[r].add(w).read_unaligned());
+                for c in 0..W {
+                    acc[r][c] = E::dot(lanes, acc[r][c], columns[c], x);
+                }
+            }
+        }
+    }
+}
+
 /// Writes a group's codes of keys, or of values, as the words that products read: `lines` lines of `line` codes each.
 ///
 /// # Safety

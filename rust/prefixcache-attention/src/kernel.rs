@@ -4,11 +4,11 @@ use std::array::from_fn;
 use std::ops::Range;
 
 use prefixcache_cpu::memory::prefetch;
-use prefixcache_cpu::tile::{TileWork, dot_tile, heights, run_tile, widths};
+use prefixcache_cpu::tile::{MAX_HEIGHT, TileWork, heights, run_tile, widths};
 use prefixcache_cpu::{Bf16, Form, Kernel, Lanes, OutOfMemory, Rows, RowsMut, Team};
 
 use crate::Attention;
-use crate::codes::{CodeGroup, group_at, unpack};
+use crate::codes::{CodeGroup, PanelNumber, dot_panels, group_at, unpack};
 use crate::paged::{GROUP, KvElement, KvPages, TILE, holds_groups, pack_keys};
 use crate::plan::{Plan, Task};
 use crate::state::{Sight, Workspace};
@@ -187,7 +187,8 @@ impl<E: KvElement> QueryRun<'_, E> {
         panels
     }
 
-    /// Writes the numbers that the codes of the tile are to the workspace.
+    /// Where the codes of the tile stand; where several runs of rows read them, the numbers that they are, which are
+    /// written to the workspace once.
     #[inline(always)]
     fn unpacked<L: Lanes>(
         &self,
@@ -199,6 +200,9 @@ impl<E: KvElement> QueryRun<'_, E> {
     ) -> Panels {
         let dims = self.attention.head_dim;
         let (at, words) = (CodeGroup::new(dims), GROUP * dims / E::PER_WORD);
+        let is_read_once = self.task.queries.len() * self.attention.group() <= MAX_HEIGHT;
+        let mut panels = Panels::in_workspace(workspace, dims, E::PER_WORD);
+        panels.are_codes = is_read_once;
         for group in self.seen_groups(tile, end) {
             let codes = self.codes(pages, tile + group * GROUP);
             let keys = &mut workspace.keys.as_mut_slice()[group * words..][..words];
@@ -208,16 +212,20 @@ impl<E: KvElement> QueryRun<'_, E> {
             // slices hold as many numbers.
             unsafe {
                 let from = codes.as_ptr();
-                unpack::<E, L>(lanes, from.cast(), (dims, GROUP), keys.as_mut_ptr());
-                let of_values = from.add(at.values).cast();
-                unpack::<E, L>(lanes, of_values, (GROUP, dims), values.as_mut_ptr());
+                let of_values = from.add(at.values);
+                if is_read_once {
+                    panels.keys[group] = from.cast();
+                    panels.values[group] = of_values.cast();
+                } else {
+                    unpack::<E, L>(lanes, from.cast(), (dims, GROUP), keys.as_mut_ptr());
+                    unpack::<E, L>(lanes, of_values.cast(), (GROUP, dims), values.as_mut_ptr());
+                }
                 for (of, start) in [at.key_scales, at.value_scales].into_iter().enumerate() {
                     let to = scales[of * TILE + group * GROUP..][..GROUP].as_mut_ptr();
                     to.cast::<u8>().copy_from_nonoverlapping(from.add(start), 4 * GROUP);
                 }
             }
         }
-        let mut panels = Panels::in_workspace(workspace, dims, E::PER_WORD);
         let scales = workspace.scales.as_slice().as_ptr().cast::<f32>();
         panels.scales = Some([scales, scales.wrapping_add(TILE)]);
         if tile + TILE < end {
@@ -449,6 +457,8 @@ struct Panels {
     values: Groups,
     /// Of the tile's keys and of its values, where they are codes.
     scales: Option<[*const f32; 2]>,
+    /// Whether the groups are codes, and not words.
+    are_codes: bool,
     /// What is read soon: to be asked for while scores are computed, and while values are added.
     soon: [Option<Groups>; 2],
     /// Bytes of each of these groups.
@@ -461,7 +471,7 @@ type Groups = [*const u32; TILE / GROUP];
 impl Panels {
     #[inline(always)]
     fn new(keys: Groups, values: Groups) -> Self {
-        Self { keys, values, scales: None, soon: [None; 2], soon_bytes: 0 }
+        Self { keys, values, scales: None, are_codes: false, soon: [None; 2], soon_bytes: 0 }
     }
 
     /// The groups that were packed into the workspace.
@@ -474,14 +484,14 @@ impl Panels {
         )
     }
 
-    /// The first words of the keys from number `key` of the tile on.
+    /// The first numbers of the keys from number `key` of the tile on.
     ///
     /// # Safety
-    /// The key's group is there.
+    /// The key's group is there, and of numbers of type P.
     #[inline(always)]
-    unsafe fn key_vector(&self, key: usize) -> *const u32 {
-        // SAFETY: a group starts with a line of 16 words.
-        unsafe { self.keys[key / GROUP].add(key % GROUP) }
+    unsafe fn key_vector<P>(&self, key: usize) -> *const P {
+        // SAFETY: a group starts with a line of 16 numbers.
+        unsafe { self.keys[key / GROUP].cast::<P>().add(key % GROUP) }
     }
 }
 
@@ -500,6 +510,16 @@ struct Scores<'a, 'b, E, L> {
 impl<E: KvElement, L: Lanes> TileWork for Scores<'_, '_, E, L> {
     #[inline(always)]
     fn run<const H: usize, const W: usize>(self) {
+        match self.panels.are_codes {
+            true => self.of::<i8, H, W>(),
+            false => self.of::<u32, H, W>(),
+        }
+    }
+}
+
+impl<E: KvElement, L: Lanes> Scores<'_, '_, E, L> {
+    #[inline(always)]
+    fn of<P: PanelNumber<E>, const H: usize, const W: usize>(self) {
         let Self { fetch, run, lanes, row, column, panels, workspace } = self;
         let dims = run.attention.head_dim;
         let mut rows: [*const u32; H] = from_fn(|r| {
@@ -508,19 +528,20 @@ impl<E: KvElement, L: Lanes> TileWork for Scores<'_, '_, E, L> {
         });
         let mut acc = [[lanes.splat(0.0); W]; H];
         // SAFETY: the groups up to `column + W * LANES` hold keys that a row sees.
-        let mut keys: [_; W] = from_fn(|c| unsafe { panels.key_vector(column + c * L::LANES) });
+        let mut keys: [*const P; W] =
+            from_fn(|c| unsafe { panels.key_vector(column + c * L::LANES) });
         for _ in (0..dims / E::PER_WORD).step_by(DEPTH) {
             fetch.next();
             // SAFETY: a head holds `dims / PER_WORD` words, a multiple of DEPTH; a group of keys has as
-            // many lines of 16 words, of which a vector starts inside and ends inside.
+            // many lines of 16 words, or twice as many of codes, of which a vector starts inside and ends inside.
             unsafe {
-                dot_tile::<E, L, H, W>(lanes, &mut acc, &rows, &keys, GROUP, DEPTH);
+                dot_panels::<E, P, L, H, W>(lanes, &mut acc, &rows, &keys, GROUP, DEPTH);
                 for row in &mut rows {
                     *row = row.add(DEPTH);
                 }
             }
             for key in &mut keys {
-                *key = key.wrapping_add(DEPTH * GROUP);
+                *key = key.wrapping_add(DEPTH * P::PER_WORD * GROUP);
             }
         }
         for (r, dots) in acc.iter().enumerate() {
@@ -549,6 +570,16 @@ struct Sums<'a, 'b, E, L> {
 impl<E: KvElement, L: Lanes> TileWork for Sums<'_, '_, E, L> {
     #[inline(always)]
     fn run<const H: usize, const W: usize>(self) {
+        match self.panels.are_codes {
+            true => self.of::<i8, H, W>(),
+            false => self.of::<u32, H, W>(),
+        }
+    }
+}
+
+impl<E: KvElement, L: Lanes> Sums<'_, '_, E, L> {
+    #[inline(always)]
+    fn of<P: PanelNumber<E>, const H: usize, const W: usize>(self) {
         let Self { fetch, run, lanes, row, column, depth, panels, workspace } = self;
         let dims = run.attention.head_dim;
         let probabilities = workspace.probabilities.as_slice();
@@ -572,8 +603,9 @@ impl<E: KvElement, L: Lanes> TileWork for Sums<'_, '_, E, L> {
             // group's values have `depth` lines of `dims` words, and W vectors from `column`
             // stay inside a line.
             unsafe {
-                let values = from_fn(|c| panels.values[group].add(column + c * L::LANES));
-                dot_tile::<E, L, H, W>(lanes, &mut acc, &rows, &values, dims, depth);
+                let of_group = panels.values[group].cast::<P>();
+                let values = from_fn(|c| of_group.add(column + c * L::LANES));
+                dot_panels::<E, P, L, H, W>(lanes, &mut acc, &rows, &values, dims, depth);
             }
         }
         for (r, sums) in acc.iter().enumerate() {

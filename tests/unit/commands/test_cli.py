@@ -237,7 +237,7 @@ def test_help_imports_nothing_heavy():
             "--speculative-config is given whole and in parts",
         ),
         (["serve", "--kv-events-config.hwm"], "its hwm must be a valid integer, got ''"),
-        (["serve", "--kv-cache-dtype", "fp8"], "--kv-cache-dtype asks for another type"),
+        (["serve", "--kv-cache-dtype", "fp8"], "--kv-cache-dtype must be 'auto', 'bfloat16', 'f"),
         (["serve", "--quantization", "awq"], "--quantization must be 'auto', 'none' or 'gguf'"),
         (["serve", "--quantization", "fp8", "--model", "./x"], "--quantization must be 'auto'"),
         (["generate", "x", "--log-level", "loud"], "--log-level"),

@@ -9,7 +9,8 @@ use prefixcache_cpu::{Bf16, Form, Kernel, Lanes, OutOfMemory, Rows, RowsMut, Tea
 
 use crate::Attention;
 use crate::codes::{CodeGroup, PanelNumber, dot_panels, group_at, unpack};
-use crate::paged::{GROUP, KvElement, KvPages, TILE, holds_groups, pack_keys};
+use crate::kept::KvPages;
+use crate::paged::{GROUP, KvElement, TILE, holds_groups, pack_keys};
 use crate::plan::{Plan, Task};
 use crate::state::{Sight, Workspace};
 

@@ -18,6 +18,7 @@
 mod codes;
 mod conv;
 mod delta;
+mod kept;
 mod kernel;
 mod paged;
 mod plan;
@@ -26,8 +27,9 @@ mod state;
 pub use codes::{CODE_TOKENS, append_codes};
 pub use conv::{MAX_TAPS, ShortConv, short_conv};
 pub use delta::{DeltaHeads, DeltaRule, HEAD_STEP, StatePart, delta_rule, replay_delta_rule};
+pub use kept::{KvPages, KvPagesMut};
 pub use kernel::attend;
-pub use paged::{KvElement, KvPages, KvPagesMut, append};
+pub use paged::{KvElement, append};
 pub use plan::{BlockTables, NO_PAGE, Plan, PlanError};
 
 /// The constants of a model's attention.

@@ -9,10 +9,9 @@
 //!
 //! Other blocks hold their tokens one after the other, and are packed tile by tile.
 
-use prefixcache_cpu::{Bf16, Element, Form, Lanes, Rows, RowsMut, Team};
+use prefixcache_cpu::{Bf16, Element, Lanes, Rows, RowsMut};
 
 use crate::Plan;
-use crate::codes::append_codes;
 
 /// Keys of a tile.
 pub(crate) const TILE: usize = 64;
@@ -93,70 +92,6 @@ fn write_grouped_value<E: Element>(page: &mut [E], offset: usize, value: &[E]) {
     for (word, &number) in words.zip(value) {
         word[offset % E::PER_WORD] = number;
         word[offset % E::PER_WORD + 1..].fill(E::from_f32(0.0));
-    }
-}
-
-/// The pages of a layer, to read: numbers as [`append`] writes them, or codes as [`crate::append_codes`] does.
-#[derive(Clone, Copy)]
-pub enum KvPages<'a, E> {
-    /// [P, 2 * K * B * D]
-    Numbers(Rows<'a, E>),
-    /// [P, [`crate::Attention::code_bytes`]]
-    Codes(Rows<'a, u8>),
-}
-
-impl<'a, E: 'static> KvPages<'a, E> {
-    /// The same pages, if their numbers are of type `U`.
-    pub(crate) fn of_type<U: 'static>(self) -> Option<KvPages<'a, U>> {
-        Some(match self {
-            Self::Numbers(rows) => KvPages::Numbers(rows.of_type()?),
-            Self::Codes(rows) => KvPages::Codes(rows),
-        })
-    }
-
-    /// Pages, and what each has of numbers or bytes.
-    pub(crate) fn shape(&self) -> (usize, usize) {
-        match self {
-            Self::Numbers(rows) => rows.shape(),
-            Self::Codes(rows) => rows.shape(),
-        }
-    }
-}
-
-/// The pages of a layer, to write.
-pub enum KvPagesMut<'a, E> {
-    /// [P, 2 * K * B * D]
-    Numbers(RowsMut<'a, E>),
-    /// [P, [`crate::Attention::code_bytes`]]
-    Codes(RowsMut<'a, u8>),
-}
-
-impl<E: Element> KvPagesMut<'_, E> {
-    /// [`append`] or [`crate::append_codes`].
-    ///
-    /// # Panics
-    /// As they do.
-    pub fn append(
-        &self,
-        form: Form,
-        team: &Team,
-        plan: &Plan,
-        slots: &[i64],
-        keys: Rows<'_, E>,
-        values: Rows<'_, E>,
-    ) {
-        match self {
-            Self::Numbers(cache) => append(cache, plan, slots, keys, values),
-            Self::Codes(cache) => append_codes(form, team, cache, plan, slots, keys, values),
-        }
-    }
-
-    /// The pages, to read for a while.
-    pub fn read(&mut self) -> KvPages<'_, E> {
-        match self {
-            Self::Numbers(cache) => KvPages::Numbers(cache.read()),
-            Self::Codes(cache) => KvPages::Codes(cache.read()),
-        }
     }
 }
 

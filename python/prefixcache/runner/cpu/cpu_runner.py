@@ -97,12 +97,11 @@ class CpuRunner:
         config, cpu = self._config, self._cpu
         dtype = _choose_dtype(config, model, cpu, folder)
         check_kv_dtype(config.cache, dtype)
-        kv_dtype = "int8" if config.cache.kv_cache_dtype == "int8" else dtype
         layout = layout_of(config, model, DTYPES[dtype].itemsize)
         attentions = attention_kernels(model, layout, cpu, dtype)
         specs = _kv_specs(config, layout, DTYPES[dtype].itemsize)
         max_model_len = fitting_model_len(config, model, layout, specs.sizes.ceiling)
-        facts = _kv_facts(config, layout, dtype, kv_dtype)
+        facts = _kv_facts(config, layout, dtype)
         if facts:
             _log_unread_kv(config, model, cpu, folder)
         layout_on_disk = _file_layout(config.cache, specs, facts)
@@ -121,7 +120,7 @@ class CpuRunner:
         self._steps = StepComputer(weights, attentions, self.kv, tables, Sampler(cpu))
         return ModelSpec(
             dtype=dtype,
-            kv_dtype=kv_dtype,
+            kv_dtype=_kv_dtype(config, dtype),
             hardware=f"cpu with {cpu.threads} threads ({cpu.instructions})",
             attention="cpu",
             batch_invariant=True,
@@ -255,16 +254,19 @@ def _kv_memory(config: EngineConfig, specs: KVSpecs, itemsize: int) -> KVMemory:
     )
 
 
-def _kv_facts(
-    config: EngineConfig, layout: KVLayout, dtype: str, kv_dtype: str
-) -> Mapping[str, object]:
+def _kv_dtype(config: EngineConfig, dtype: str) -> str:
+    """What keys and values are kept as."""
+    return "int8" if config.cache.kv_cache_dtype == "int8" else dtype
+
+
+def _kv_facts(config: EngineConfig, layout: KVLayout, dtype: str) -> Mapping[str, object]:
     """All that the bytes of a block depend on besides its hash, which the arithmetic enters."""
     cache = config.cache
     if not cache.enable_prefix_caching or (cache.kv_cache_dir or cache.disk_cache_memory) is None:
         return {}
     return {
         "dtype": dtype,
-        "kept as": kv_dtype,
+        "kept as": _kv_dtype(config, dtype),
         "program": program_digest(),
         "block size": cache.block_size,
         "heads": layout.num_kv_heads,

@@ -128,10 +128,10 @@ def metrics() -> str:
     gauges = of.Gauges(weights=weights, **parts)
     made = of.Metrics(lambda: gauges, of.resize_slices())
     made.finished["stop"] = 0
-    cache = MagicMock(num_missed_evictions=0, reuse_gaps=lambda: ([0] * 22, 0.0))
+    core = MagicMock(missed_evictions=0, reuse_gaps=lambda: ([0] * 22, 0.0))
     made.more = [
         partial(CacheDiagnostics.families, MagicMock(miss_counts=count)),
-        BlockResidency(cache, MagicMock()).families,
+        BlockResidency(MagicMock(core=core), MagicMock()).families,
         partial(EventPublisher.families, MagicMock()),
         partial(TraceWriter.families, MagicMock()),
     ]

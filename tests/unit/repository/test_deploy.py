@@ -55,12 +55,10 @@ def _residency() -> BlockResidency:
 def _cache_without_evictions() -> mock.Mock:
     evictions = np.zeros(0, dtype=[("cause", "u1"), ("age", "f8"), ("idle", "f8")])
     gaps = ([0] * 22, 0.0)
-    return mock.Mock(
-        take_evictions=lambda _: evictions,
-        reuse_gaps=lambda: gaps,
-        num_missed_evictions=0,
-        listen=mock.Mock(),
+    core = mock.Mock(
+        take_evictions=lambda _: evictions, reuse_gaps=lambda: gaps, missed_evictions=0
     )
+    return mock.Mock(core=core)
 
 
 def options() -> set[str]:

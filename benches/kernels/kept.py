@@ -25,7 +25,7 @@ TURNS = 7
 
 @dataclass(frozen=True)
 class Case:
-    """Sequences of so many tokens, of which a step computes the last `new`, in so many layers."""
+    """Sequences of `context` tokens, of which a step computes the last `new`."""
 
     sequences: int
     context: int

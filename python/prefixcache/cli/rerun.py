@@ -49,6 +49,8 @@ def rerun(given: Given) -> None:
     about = {"activations": "exact", **about}  # as all were before they had a name
     flags = {flag: about.get(name) for name, flag in _FLAGS.items()}
     flags = {flag: value for flag, value in flags.items() if value is not None}
+    if flags.get("kv_cache_dtype") != "int8":
+        flags.pop("kv_cache_dtype", None)  # it follows --dtype, which may be another one now
     _check_instructions(flags.get("cpu_instructions"))
     config = given.make(EngineConfig, **flags)
     set_up_logging("warning")

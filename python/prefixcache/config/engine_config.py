@@ -210,7 +210,6 @@ class CacheConfig(Checked):
         "on a CPU: eight bits, and a scale for each token and head, a quarter to a half of the "
         "memory; see docs/guides/memory.md.",
         "Cache",
-        common=True,
     )
     num_blocks: Annotated[PositiveInt, Ge(2)] | None = flag(
         None,

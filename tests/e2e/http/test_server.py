@@ -366,6 +366,7 @@ async def test_health_and_version(client):
         "batch_invariant",
         "dtype",
         "cpu_activations",
+        "kv_cache_dtype",
         "weights",
         "prefix_hash",
     }

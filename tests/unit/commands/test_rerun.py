@@ -231,7 +231,7 @@ def test_what_spans_an_update_is_marked(tmp_path: Path) -> None:
     for mode in ("keep", "recompute", "abort"):
         recorded.add(mode, on_weight_update=mode)
     recorded.run(3)
-    recorded.cache.next_weight_version("tag:new")
+    recorded.cache.versions.begin("tag:new")
     recorded.engine.requests.change_weights("recompute")
     recorded.add("after")
     recorded.run()

@@ -105,7 +105,7 @@ def test_new_weights_hit_nothing_computed_before(driver: Driver) -> None:
 
 def test_without_the_step_of_the_version_a_stale_hit_shows(driver, monkeypatch):
     driver.answer("a")
-    monkeypatch.setattr(driver.cache, "new_weight_version", lambda weights: 1)
+    monkeypatch.setattr(driver.cache.versions, "begin", lambda weights: 1)
     driver.swap(1)
     assert driver.answer("b") != lone_answer(PROMPT, 8, 1)
 

@@ -18,6 +18,10 @@ from cluster import Cluster
 from support.tiny_models import make_checkpoint
 
 FLAGS = ("--served-model-name", "tiny", "--num-blocks", "160", "--dtype", "float32")
+# What Ray says of a node or a proxy that had too little time, as on a busy machine.
+TOO_SLOW = ("timed out during startup", "it was cancelled before it started running")
+# A proxy that is not ready after three such times is ended.
+MORE_TIME = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "19"}
 
 
 @pytest.fixture(scope="session")
@@ -64,8 +68,7 @@ def started(
         for tries_left in reversed(range(4)):
             process = _started([sys.executable, *program, command, *flags, "--port", "0"], log)
             address = _address(process)
-            # Ray gives its node 30 seconds to start, which a busy machine may not do.
-            is_too_slow = address is None and "timed out during startup" in log.read_text()
+            is_too_slow = address is None and any(text in log.read_text() for text in TOO_SLOW)
             if not (is_too_slow and tries_left):
                 break
             _end(process)
@@ -83,7 +86,7 @@ def _started(command: Sequence[str], log: Path) -> subprocess.Popen[str]:
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
-            env={**os.environ, "RAY_TMPDIR": str(log.parent)},
+            env={**os.environ, **MORE_TIME, "RAY_TMPDIR": str(log.parent)},
             start_new_session=True,
         )
 

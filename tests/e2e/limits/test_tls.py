@@ -115,7 +115,7 @@ def test_a_client_that_speaks_with_its_last_handshake_message_is_heard(files: Fi
 def test_stalled_handshakes_make_room(files: Files) -> None:
     with _stalled(files, limit_concurrency=3, timeout_read=600) as (stalled, state, url):
         assert _is_closed(stalled[0])  # the limit was met by the handshakes alone
-        assert len(state.connections) == 3
+        wait_until(lambda: len(state.connections) == 3)
         assert httpx.get(url, verify=files.client(), timeout=240).text == "https "
         assert _is_closed(stalled[1])
         wait_until(lambda: len(state.connections) == 2)

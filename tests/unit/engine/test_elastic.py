@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import shutil
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from threading import Lock, get_ident
 from typing import Any
+from unittest import mock
 from unittest.mock import Mock
 
 import pytest
@@ -32,6 +34,8 @@ from prefixcache.exceptions import (
 from prefixcache.kv.elastic import ElasticPool, ResizeStatus
 from prefixcache.kv.retention import Retention
 from prefixcache.llm import LLM
+from prefixcache.runner.cpu import file_memory, host_memory
+from prefixcache.runner.reserved_memory import ReservedBlocks
 from prefixcache.runner.sizing import MemorySize, pool_sizes
 from prefixcache.types.sampling_params import SamplingParams
 from support.serving import wait_until
@@ -585,3 +589,19 @@ def test_a_pool_that_is_too_large_is_refused_before_weights_are_read(tiny_checkp
     (folder / "model.safetensors").write_bytes(b"")
     with pytest.raises(OutOfMemoryError, match=r"needs 104,857,\d+ MiB, but only .* MiB are free"):
         LLM(str(folder), kv_cache_memory="100TiB")
+
+
+@pytest.mark.parametrize("kind", ["host", "file"])
+def test_no_page_behind_a_tensor_is_given_back(kind, monkeypatch):
+    """16 blocks of 1,280 bytes fill 5 pages, and 20 end within the seventh."""
+    sizes, page = list[int](), mmap.PAGESIZE
+    module = host_memory if kind == "host" else file_memory
+    monkeypatch.setattr(module, "num_resident_bytes", lambda _, size: sizes.append(size) or 0)
+    file = mock.Mock(maps=[mmap.mmap(-1, 7 * page)], **{"core.tensor_at.return_value": 0})
+    if kind == "host":
+        memory = host_memory.HostMemory(20 * 1280, page)
+    else:
+        memory = file_memory.FileMemory(file, 0, 20 * 1280)
+    ReservedBlocks([memory], 1280).give_back(1, 20)
+    assert sizes == [2 * page]
+    assert kind == "host" or file.give_back.call_args == mock.call(5 * page, 2 * page)

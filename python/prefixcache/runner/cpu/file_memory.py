@@ -13,6 +13,7 @@ import numpy.typing as npt
 from prefixcache.exceptions import OutOfMemoryError
 from prefixcache.kv.kv_folder import KeptFile
 from prefixcache.runner.cpu.host_memory import num_resident_bytes
+from prefixcache.runner.reserved_memory import round_up
 
 
 class FileMemory:
@@ -57,6 +58,7 @@ class FileMemory:
 
     def give_back(self, begin: int, end: int) -> int:
         """See `ReservedMemory`. A file system that cannot gives nothing back."""
+        end = min(end, round_up(self._num_bytes, self.page_bytes))  # there the next tensor begins
         given = num_resident_bytes(self.address + begin, end - begin)
         return given if self._file.give_back(self._start + begin, end - begin) else 0
 

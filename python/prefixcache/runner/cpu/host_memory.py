@@ -46,7 +46,8 @@ class HostMemory:
         """Nothing to do: pages come as they are written."""
 
     def give_back(self, begin: int, end: int) -> int:
-        """See `ReservedMemory`."""
+        """See `ReservedMemory`. The last granule may go on behind the last page."""
+        end = min(end, round_up(self._num_bytes, self.page_bytes))
         mapped = num_resident_bytes(self.address + begin, end - begin)
         self._pages.madvise(mmap.MADV_DONTNEED, self._offset + begin, end - begin)
         return mapped

@@ -252,6 +252,7 @@ async def test_ranks_are_the_probability_of_yes(ranker: Path) -> None:
         ("/v1/rerank", {"documents": ["b"]}, "query"),
         ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "top_n"),
         ("/v1/rerank", {"query": "a", "documents": ["b " * 5000]}, "documents"),
+        ("/v1/rerank", {"query": "a", "documents": ["b"] * 5000}, "documents"),
         ("/score", {"text_1": ["a", "b"], "text_2": ["c", "d", "e"]}, "text_1"),
         ("/score", {"text_1": "a", "text_2": []}, "text_2"),
     ],
@@ -263,6 +264,13 @@ async def test_a_wrong_field_of_a_rank_is_named(
         answer = await client.post(path, json=body)
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["param"].startswith(param)
+
+
+async def test_a_query_before_each_document_may_not_fill_the_memory(ranker: Path) -> None:
+    async with served_folder(ranker, served={"pooling": "rank"}) as (client, _):
+        body = {"query": "a" * 10_000, "documents": ["b"] * 4000}
+        error = (await client.post("/v1/rerank", json=body)).json()["error"]
+        assert (error["param"], error["code"]) == ("documents", "too_long")
 
 
 def test_files_say_how_a_model_pools(

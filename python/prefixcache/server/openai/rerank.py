@@ -22,6 +22,7 @@ from prefixcache.server.jobs.field_names import fields_named
 from prefixcache.server.jobs.job_maker import Job, JobMaker
 from prefixcache.server.jobs.params import check_num_sequences
 from prefixcache.server.openai.pooled import PooledFields, check_pooling, run_pooled
+from prefixcache.server.options.limits import MAX_BODY_BYTES
 from prefixcache.server.options.pooling import rank_tokens
 from prefixcache.types.pooling import Pooling
 
@@ -146,11 +147,23 @@ async def _scores(
     if not pairs:
         raise wrong(param, "must not be empty")
     tokens = rank_tokens(maker.served.tokenizer) or ()
-    prompts = [_prompt(query, text, fields.instruction) for query, text in pairs]
     with fields_named({"prompt": param}):
-        check_num_sequences(len(prompts), 1)
+        check_num_sequences(len(pairs), 1)
+        _check_size(pairs, fields.instruction or "", param)
+        prompts = [_prompt(query, text, fields.instruction) for query, text in pairs]
         job, choices = await run_pooled(maker, request, fields, prompts, Pooling(tokens), prefix)
     return job, [*map(_probability, choices)], usage(choices.counts)
+
+
+def _check_size(pairs: Sequence[tuple[str, str]], instruction: str, param: str) -> None:
+    """Raises `InvalidRequestError`: each prompt repeats the query, which may be long."""
+    size = sum(len(query) + len(text) + len(instruction) for query, text in pairs)
+    if size > MAX_BODY_BYTES:
+        raise wrong(
+            param,
+            f"may have at most {MAX_BODY_BYTES} characters with the query before each, got {size}",
+            code="too_long",
+        )
 
 
 def _prompt(query: str, document: str, instruction: str | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from collections.abc import AsyncGenerator, Callable
@@ -271,6 +272,18 @@ async def test_a_query_before_each_document_may_not_fill_the_memory(ranker: Path
         body = {"query": "a" * 10_000, "documents": ["b"] * 4000}
         error = (await client.post("/v1/rerank", json=body)).json()["error"]
         assert (error["param"], error["code"]) == ("documents", "too_long")
+
+
+async def test_what_was_aborted_is_no_answer(ranker: Path) -> None:
+    async with served_folder(ranker, served={"pooling": "rank"}) as (client, engine):
+        await engine.run(lambda control: control.pause())
+        body = {"query": "a", "documents": ["b", "c"]}
+        task = asyncio.create_task(client.post("/v1/rerank", json=body))
+        while engine.metrics.gauges().num_waiting < 2:
+            await asyncio.sleep(0.01)
+        await engine.run(lambda control: control.pause("abort"))
+        answer = await task
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "aborted")
 
 
 def test_files_say_how_a_model_pools(

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
-import numpy as np
-import numpy.typing as npt
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -16,12 +14,11 @@ from prefixcache.exceptions import wrong
 from prefixcache.server.http.body import parse_fields
 from prefixcache.server.http.described import NUMBER, PROMPT, describes
 from prefixcache.server.http.json_text import json_response, object_json
-from prefixcache.server.jobs.answers import Choices, usage
 from prefixcache.server.jobs.context import read_parsed
 from prefixcache.server.jobs.encode import parse_prompts
 from prefixcache.server.jobs.field_names import fields_named
 from prefixcache.server.jobs.job_maker import Job, JobMaker
-from prefixcache.server.openai.pooled import PooledFields, check_pooling, run_pooled
+from prefixcache.server.openai.pooled import PooledFields, Row, check_pooling, run_pooled
 from prefixcache.types.pooling import Pooling, unit
 from prefixcache.types.token_ids import TokenIds
 
@@ -57,10 +54,9 @@ def embeddings_router(maker: JobMaker) -> APIRouter:
         check_pooling(maker, "last", "embeddings")
         with fields_named({"prompt": "input"}):
             fields, prompts, _ = await read_parsed(request, maker.workers, _parse)
-            job, choices = await run_pooled(maker, request, fields, prompts, Pooling(), "embd")
-        ends = [choice.last.ending for choice in choices]
-        size = sum(len(end.pooled) for end in ends if end.pooled is not None)
-        return json_response(await maker.workers.run(size, partial(_body, fields, job, choices)))
+            job, rows, counts = await run_pooled(maker, request, fields, prompts, Pooling(), "embd")
+        write = partial(_body, fields, job, rows, counts)
+        return json_response(await maker.workers.run(sum(map(len, rows)), write))
 
     return router
 
@@ -70,28 +66,25 @@ def _parse(values: dict[str, Any]) -> tuple[EmbeddingRequest, list[str | TokenId
     return fields, parse_prompts(fields.input)
 
 
-def _body(fields: EmbeddingRequest, job: Job, choices: Choices) -> bytes:
-    counts = usage(choices.counts)
+def _body(fields: EmbeddingRequest, job: Job, rows: Sequence[Row], counts: dict[str, Any]) -> bytes:
     body = {
         "id": job.call.id,
         "object": "list",
         "created": job.created,
         "model": job.model,
-        "data": _embeddings(fields, choices),
+        "data": _embeddings(fields, rows),
         "usage": counts,
     }
     return object_json(body)
 
 
-def _embeddings(fields: EmbeddingRequest, choices: Choices) -> Iterator[dict[str, Any]]:
-    for choice in choices:
-        row = choice.last.ending.pooled
-        if row is not None:
-            shown = _shown(_cut(row, fields.dimensions), fields.encoding_format)
-            yield {"object": "embedding", "index": choice.index, "embedding": shown}
+def _embeddings(fields: EmbeddingRequest, rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    for index, row in enumerate(rows):
+        shown = _shown(_cut(row, fields.dimensions), fields.encoding_format)
+        yield {"object": "embedding", "index": index, "embedding": shown}
 
 
-def _cut(row: npt.NDArray[np.float32], dimensions: int | None) -> npt.NDArray[np.float32]:
+def _cut(row: Row, dimensions: int | None) -> Row:
     """The first `dimensions` numbers, of length 1 again, as models trained for it allow."""
     if dimensions is None:
         return row
@@ -100,7 +93,7 @@ def _cut(row: npt.NDArray[np.float32], dimensions: int | None) -> npt.NDArray[np
     return unit(row[:dimensions])
 
 
-def _shown(row: npt.NDArray[np.float32], form: str | None) -> str | list[float]:
+def _shown(row: Row, form: str | None) -> str | list[float]:
     if form == "base64":
         return base64.b64encode(row.astype("<f4").tobytes()).decode()
     return row.tolist()

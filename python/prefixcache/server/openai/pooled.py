@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from http import HTTPStatus
+from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 from starlette.requests import Request
 
 from prefixcache.server.http.body import RequestFields
 from prefixcache.server.http.errors import ApiError
 from prefixcache.server.http.sse import unless_disconnected
-from prefixcache.server.jobs.answers import Choices, gathered
+from prefixcache.server.jobs.answers import gathered, usage
 from prefixcache.server.jobs.caching import PromptCaching
 from prefixcache.server.jobs.context import new_call
 from prefixcache.server.jobs.encode import EncodedPrompts
@@ -23,6 +26,8 @@ from prefixcache.server.openai.completions import encode_prompts
 from prefixcache.types.pooling import Pooling
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.token_ids import TokenIds
+
+Row: TypeAlias = npt.NDArray[np.float32]
 
 
 class PooledFields(RequestFields):
@@ -69,8 +74,11 @@ async def run_pooled(
     prompts: Sequence[str | TokenIds],
     pooling: Pooling,
     prefix: str,
-) -> tuple[Job, Choices]:
-    """The job of all prompts, and what came of each, with its `pooled` row."""
+) -> tuple[Job, list[Row], dict[str, Any]]:
+    """The job of all prompts, the row of each, and the usage.
+
+    Raises `ApiError` (503) where a prompt was aborted, as new weights may do, and has no row.
+    """
     model = maker.check_model(fields.model)
     given = fields.job_fields()
     special, kept = fields.add_special_tokens is not False, maker.encoder.num_kept(given)
@@ -79,4 +87,13 @@ async def run_pooled(
     made = EncodedPrompts(encoded, PromptCaching(), sources=[None] * len(encoded))
     call = new_call(request, prefix)
     job = await maker.job(given, made, params, model=model, call=call)
-    return job, await unless_disconnected(request.receive, gathered(maker, job))
+    choices = await unless_disconnected(request.receive, gathered(maker, job))
+    rows = [row for choice in choices if (row := choice.last.ending.pooled) is not None]
+    if len(rows) < len(choices):
+        raise ApiError(
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            "The request was aborted before all its prompts were computed. Send it again.",
+            code="aborted",
+            retry_after=1,
+        )
+    return job, rows, usage(choices.counts)

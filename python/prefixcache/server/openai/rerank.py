@@ -16,12 +16,11 @@ from pydantic import BaseModel
 from prefixcache.exceptions import wrong
 from prefixcache.server.http.body import Strings
 from prefixcache.server.http.described import NUMBER, describes
-from prefixcache.server.jobs.answers import AnswerChoice, usage
 from prefixcache.server.jobs.context import read_fields
 from prefixcache.server.jobs.field_names import fields_named
 from prefixcache.server.jobs.job_maker import Job, JobMaker
 from prefixcache.server.jobs.params import check_num_sequences
-from prefixcache.server.openai.pooled import PooledFields, check_pooling, run_pooled
+from prefixcache.server.openai.pooled import PooledFields, Row, check_pooling, run_pooled
 from prefixcache.server.options.limits import MAX_BODY_BYTES
 from prefixcache.server.options.pooling import rank_tokens
 from prefixcache.types.pooling import Pooling
@@ -151,8 +150,9 @@ async def _scores(
         check_num_sequences(len(pairs), 1)
         _check_size(pairs, fields.instruction or "", param)
         prompts = [_prompt(query, text, fields.instruction) for query, text in pairs]
-        job, choices = await run_pooled(maker, request, fields, prompts, Pooling(tokens), prefix)
-    return job, [*map(_probability, choices)], usage(choices.counts)
+        pooling = Pooling(tokens)
+        job, rows, counts = await run_pooled(maker, request, fields, prompts, pooling, prefix)
+    return job, [*map(_probability, rows)], counts
 
 
 def _check_size(pairs: Sequence[tuple[str, str]], instruction: str, param: str) -> None:
@@ -174,8 +174,7 @@ def _prompt(query: str, document: str, instruction: str | None) -> str:
     return f"{_BEGIN}{head}\n<Document>: {document}{_END}"
 
 
-def _probability(choice: AnswerChoice) -> float:
-    yes, no = map(
-        float, choice.last.ending.pooled if choice.last.ending.pooled is not None else (0.0, 0.0)
-    )
+def _probability(row: Row) -> float:
+    """Of yes, of the logits of yes and no."""
+    yes, no = row.tolist()
     return 1 / (1 + math.exp(min(no - yes, 700.0)))

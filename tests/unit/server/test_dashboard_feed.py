@@ -51,6 +51,16 @@ async def test_the_last_samples_are_kept_until_the_engine_dies(monkeypatch) -> N
     assert (points[-1]["hit_ratio"], points[-1]["answered"], points[-1]["running"]) == (None, 0, 0)
 
 
+async def test_samples_go_on_after_a_failure(monkeypatch, caplog) -> None:
+    seen = [RuntimeError("x"), *itertools.islice(looks(2.0), 2), EngineDeadError("x")]
+    monkeypatch.setattr(samples, "look_at", mock.Mock(side_effect=seen))
+    monkeypatch.setattr(samples, "_PERIOD", 0.0)
+    kept = Samples(mock.Mock(**{"metrics.time_to_first_token.bounds": (1.0, 2.0)}))
+    await kept.keep()
+    assert len(kept.points()) == 1
+    assert caplog.messages == ["A point of the dashboard's history could not be added."]
+
+
 class Source:
     """Numbers its events; `error` is raised instead of the next."""
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from array import array
 from collections import deque
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from prefixcache.config.logs import RecurringError
 from prefixcache.exceptions import EngineDeadError
 from prefixcache.server.dashboard.rates import POINT_FIELDS, Look, look_at, point
 
 if TYPE_CHECKING:
     from prefixcache.engine.async_engine import AsyncEngine
+
+logger = logging.getLogger(__name__)
 
 _PERIOD = 5.0
 NUM_SAMPLES = 120
@@ -31,11 +34,16 @@ class Samples:
         self._rows: deque[array[float]] = deque(maxlen=NUM_SAMPLES)
 
     async def keep(self) -> None:
-        """Adds points until it is cancelled or the engine has died."""
-        with suppress(EngineDeadError):
-            while True:
+        """Adds points until it is cancelled or the engine has died; goes on after a failure."""
+        failed = RecurringError(logger, "A point of the dashboard's history could not be added.")
+        while True:
+            try:
                 await asyncio.to_thread(self.add)
-                await asyncio.sleep(_PERIOD)
+            except EngineDeadError:
+                return
+            except Exception as error:  # noqa: BLE001 - whatever it is, a later point may come
+                failed.log(error)
+            await asyncio.sleep(_PERIOD)
 
     def add(self) -> None:
         """Adds what happened since the last call; the first call adds nothing."""

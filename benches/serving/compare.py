@@ -8,7 +8,8 @@
 Each contender is a process of its own; they take turns, window by window, and medians are shown. A
 batch is computed once and then decoded in windows. One that overruns `--limit` is out, and says so.
 Each number is printed as it comes, on stderr. Of a model in a GGUF file all compute with the same
-numbers: we, exactly and as we come ("int8"), and llama.cpp keep its blocks;
+numbers: we, exactly, as we come ("int8") and so with keys and values in eight bits, and llama.cpp
+keep its blocks;
 transformers, vLLM, and we in another column, compute with them dequantized to each `--dtype`,
 llama.cpp with a BF16 copy. OpenVINO GenAI computes exactly in each `--dtype`, and in another column
 as it comes: int8 activations, 8-bit keys and values. The plain read goes over as many bytes as a
@@ -70,6 +71,7 @@ class Kind(str, Enum):
 
     SERVED = "served"
     INT8 = "int8"
+    INT8_KV = "int8-kv"
     DEQUANTIZED = "dequantized"
     TORCH = "torch"
     TRANSFORMERS = "transformers"
@@ -371,6 +373,9 @@ def _torch_entries(forms: Forms, kind: Kind, dtype: str) -> Iterator[Entry]:
     if kind is Kind.INT8 and has_blocks:
         options = {"model": str(forms.folder), "dtype": dtype, "cpu_activations": "int8"}
         yield Entry(f"prefixcache {dtype}, int8", "ours", options, reads_file=True)
+    if kind is Kind.INT8_KV:
+        options = {"model": str(forms.folder), "dtype": dtype, "kv_cache_dtype": "int8"}
+        yield Entry(f"prefixcache {dtype}, int8 KV", "ours", options, reads_file=has_blocks)
     dequantized = {"dtype": dtype}
     if kind in (Kind.DEQUANTIZED, Kind.TORCH, Kind.TRANSFORMERS):
         dequantized["model"] = str(forms.dequantized(dtype))

@@ -3,6 +3,7 @@
     python benches/serving/int8_quality.py questions
     python benches/serving/int8_quality.py texts --chats 40 --tokens 400
     python benches/serving/int8_quality.py keys --chats 40 --tokens 400
+    python benches/serving/int8_quality.py recall --chats 20
     python benches/serving/int8_quality.py formats MODEL.gguf ... --llama-python VENV/bin/python
 
 The rule, written before the numbers were seen: int8 is what `--cpu-activations auto` takes, unless
@@ -15,12 +16,15 @@ per cent in this mean, in whichever direction.)
 `texts` are recorded chats (tau-bench, `tests/support/dialogues.py`), the turns after the policy:
 all read the same tokens, and each tells the log probability of the token that follows and its own
 favourite. Then each goes on by itself, greedily, from half of the text. `keys` does the same with
-keys and values in eight bits. `formats` reads GGUF files
-of the Llama family, with random tokens where the file's own vocabulary has no text.
+keys and values in eight bits. `recall` puts a locker's number into the middle of a recorded chat
+and asks for it. `formats` reads GGUF files of the Llama family, with random tokens where the file's
+own vocabulary has no text.
 """
 
 from __future__ import annotations
 
+import itertools
+import random
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -117,6 +121,45 @@ def keys(
         }
         found[dtype] = _against_the_first(ways, cpu, drawn)
     write_record(output, ways=found)
+
+
+@app.command()
+def recall(
+    model: str = DEFAULT_MODEL,
+    chats: int = 20,
+    lengths: Annotated[
+        list[int] | None, typer.Option(help="Tokens of the chats before and after it.")
+    ] = None,
+    output: Path | None = None,
+) -> None:
+    """In how many chats of each length a number in the middle is told."""
+    tokenizer = Tokenizer.from_folder(resolve_model(model))
+    lengths = lengths or [256, 1024, 4096]
+    stream = [token for text in _texts(tokenizer, 40, max(lengths)) for token in text]
+    starts = range(0, len(stream) - max(lengths), (len(stream) - max(lengths)) // chats)[:chats]
+    spoken = [stream[start : start + max(lengths)] for start in starts]
+    told: dict[str, dict[int, list[int]]] = {}
+    for dtype, kv_dtype in itertools.product(["float32", "bfloat16"], ["auto", "int8"]):
+        llm = LLM(model, device="cpu", dtype=dtype, kv_cache_dtype=kv_dtype)
+        greedy = SamplingParams(temperature=0, max_tokens=_ANSWER_TOKENS)
+        way = told[f"{dtype}, {kv_dtype} keys and values"] = {}
+        for length in lengths:
+            prompts = [_with_number(tokenizer, text[:length], i) for i, text in enumerate(spoken)]
+            answers = [each.outputs[0].text for each in llm.chat(prompts, greedy, use_tqdm=False)]
+            way[length] = [i for i, answer in enumerate(answers) if _number(i) in answer]
+        print(f"{dtype}, {kv_dtype}: { {n: len(of) for n, of in way.items()} }", flush=True)
+    write_record(output, chats=chats, told=told)
+
+
+def _with_number(tokenizer: Tokenizer, tokens: list[int], index: int) -> list[dict[str, str]]:
+    half = len(tokens) // 2
+    before, after = tokenizer.decode(tokens[:half]), tokenizer.decode(tokens[half:])
+    text = f"{before}\nThe number of my locker is {_number(index)}.\n{after}"
+    return [{"role": "user", "content": f"{text}\n\nWhat is the number of my locker?"}]
+
+
+def _number(index: int) -> str:
+    return str(random.Random(index).randint(1000, 9999))
 
 
 def _against_the_first(

@@ -1,8 +1,12 @@
-"""prefixcache's engine, step by step, with its scheduler and sampler."""
+"""prefixcache's engine, step by step, with its scheduler and sampler.
+
+The variable PREFIXCACHE_CPU_INSTRUCTIONS sets its kernels' instruction set, as for the server.
+"""
 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +35,7 @@ class Contender(EngineSteps):
             max_num_seqs=max_seqs,
             max_step_ms=0,
             cpu_threads=threads,
+            cpu_instructions=os.environ.get("PREFIXCACHE_CPU_INSTRUCTIONS"),
             **flags,
         )
         self._engine = build(config, folder).engine

@@ -46,7 +46,7 @@ SLOW     := (slow or model)
 SPREAD   := --numprocesses=$(WORKERS) --maxprocesses=8 --dist=loadfile --no-loadscope-reorder
 PYTEST   := $(BIN)/pytest --quiet $(SPREAD)
 
-.PHONY: help setup setup-dev environments rust-builds model serve test test-slow test-long test-lowest test-clients test-ray test-rust test-python test-wheel proofs format clean docs
+.PHONY: help setup setup-dev environments rust-builds model serve test test-slow test-long test-lowest test-store test-clients test-ray test-rust test-python test-wheel proofs format clean docs
 .PHONY: lint lint-rust lint-python lint-style lint-deploy dist audit licences nightly
 .PHONY: kills equality loom shuttle stress sanitize sanitize-kernels corpus fuzz fuzz-build fuzz-merge soak bench bench-row bench-restart bench-disk bench-peers bench-core bench-hybrid bench-elastic bench-replicas bench-fleet bench-eviction bench-gpu-dry
 
@@ -71,6 +71,12 @@ setup-dev: .venv/.built .venv/.dev ## setup, and what the tests need
 
 .venv/.built: $(RUST_SOURCES) | .venv/.runtime
 	$(BIN)/pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+# A distribution of its own for other engines; the package needs none of it.
+STORE_SOURCES := $(shell find integrations/store rust/prefixcache-store -name '*.rs' -o -name '*.py' -o -name '*.toml')
+.venv/.store: $(STORE_SOURCES) | .venv/.runtime
+	$(BIN)/pip install --disable-pip-version-check --no-deps --no-build-isolation -e integrations/store
 	touch $@
 
 serve: setup                       ## MODEL=... PORT=... ARGS="..."
@@ -115,6 +121,9 @@ test-lowest: setup-dev model       ## an answer and the unit tests with the lowe
 	$(BIN)/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct -r pyproject.toml -r $(LOWEST)/pin.txt
 	printf '%s\n' $(CURDIR)/python $(CURDIR)/.venv/lib/python*/site-packages >$$(echo $(LOWEST)/lib/python*/site-packages)/rest.pth
 	$(LOWEST)/bin/python -m pytest $(SPREAD) tests/unit
+
+test-store: setup-dev .venv/.store ## integrations/store: lives like a dict's, and injected faults (FAULTS=1000000)
+	$(BIN)/pytest --quiet integrations/store/tests
 
 test-ray: setup-dev                ## three replicas under Ray Serve, killed and updated under load
 	cd tests/ray_serve && ../../$(BIN)/pytest --durations=5

@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from tqdm import tqdm
 
 from prefixcache.config.checked import shown
 from prefixcache.config.engine_config import DEFAULT_MODEL, EngineConfig
@@ -388,17 +388,15 @@ class LLM:
     def _collect(
         self, places: Mapping[str, tuple[GenerationResult, CompletionOutput]], show_progress: bool
     ) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        with Progress(
-            *columns, TimeElapsedColumn(), transient=True, disable=not show_progress
+        with tqdm(
+            desc="Generating", total=len(places), leave=False, disable=not show_progress
         ) as bar:
-            task = bar.add_task("Generating", total=len(places))
             while self._engine.has_unfinished():
                 self._adjust_pool()
                 outputs = [*self._engine.take_outputs(), *self._engine.step()]
                 for output in outputs:
                     self._add(output, *places[output.request_id])
-                bar.advance(task, sum(output.finished for output in outputs))
+                bar.update(sum(output.finished for output in outputs))
 
     def _adjust_pool(self) -> None:
         """Does between two steps what the watch does while nothing is generated."""

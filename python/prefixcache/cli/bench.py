@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import click
 
 from prefixcache.cli.command_line import Given
 from prefixcache.config.engine_config import EngineConfig
@@ -14,8 +17,6 @@ from prefixcache.tools.pictures import NEEDS_MATPLOTLIB, can_draw, check_picture
 from prefixcache.tools.results import check_can_read, check_can_write, command_line, write_json
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from prefixcache.tools.bench.reports.report import Report
 
 
@@ -46,81 +47,71 @@ def compare(given: Given) -> None:
 
     Ratios above 1 are in favour of B.
     """
-    from rich.console import Console
-
     from prefixcache.tools.bench.reports.compare import compare_files
 
     a, b = Path(given.values["a"]), Path(given.values["b"])
     check_can_read("A", a)
     check_can_read("B", b)
-    console = Console()
     for part in compare_files(a, b):
-        console.print(part, highlight=False)
+        click.echo(part)
 
 
 def _run(options: BenchOptions) -> Report:
     import asyncio
 
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-    )
-
     from prefixcache.tools.bench.run import Work, run_bench
 
     work = Work.of(options.asked)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(
-        *columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True
-    ) as progress:
-        total = None if work.num_requests is None else options.repeats * work.num_requests
-        bars = _Bars(progress, total)
+    total = None if work.num_requests is None else options.repeats * work.num_requests
+    with closing(_Bars(total)) as bars:
         return asyncio.run(run_bench(options, work, command_line(), bars.advance))
 
 
 class _Bars:
     """A bar for each variant, from its first answer on."""
 
-    def __init__(self, progress: Progress, total: int | None) -> None:
-        self._progress = progress
+    def __init__(self, total: int | None) -> None:
         self._total = total
-        self._tasks = dict[str, Any]()
+        self._bars = dict[str, Any]()
 
     def advance(self, name: str, count: int) -> None:
         """`count` more requests of a variant are over."""
-        if name not in self._tasks:
-            self._tasks[name] = self._progress.add_task(name, total=self._total)
-        self._progress.advance(self._tasks[name], count)
+        from tqdm import tqdm
+
+        if name not in self._bars:
+            place = len(self._bars)
+            self._bars[name] = tqdm(
+                desc=name, total=self._total, position=place, leave=False, disable=None
+            )
+        self._bars[name].update(count)
+
+    def close(self) -> None:
+        """Takes the bars away."""
+        for bar in self._bars.values():
+            bar.close()
 
 
 def _show(report: Report, options: BenchOptions, picture: Path) -> None:
-    from rich.console import Console
-
     from prefixcache.tools.bench.reports.page import write_page
     from prefixcache.tools.bench.reports.plots import draw
     from prefixcache.tools.bench.reports.report import medians, to_json
     from prefixcache.tools.bench.reports.tables import heading, table
 
-    console = Console()
-    console.print(heading(report), highlight=False)
+    click.echo(heading(report))
     if report.has_records:
-        console.print(table([variant.name for variant in report.variants], medians(report)))
+        click.echo(table([variant.name for variant in report.variants], medians(report)))
     for remark in report.remarks:
-        console.print(remark, highlight=False)
+        click.echo(remark)
     if options.output is not None:
         write_json(to_json(report), options.output)
-        console.print(f"Results: {options.output}")
+        click.echo(f"Results: {options.output}")
     if not report.has_records:
         return
     if can_draw():
         draw(report, picture)
-        console.print(f"Picture: {picture}")
+        click.echo(f"Picture: {picture}")
     else:
-        console.print(f"No picture: it {NEEDS_MATPLOTLIB}", markup=False)
+        click.echo(f"No picture: it {NEEDS_MATPLOTLIB}")
     if options.html is not None:
         write_page(report, options.html)
-        console.print(f"Page: {options.html}")
+        click.echo(f"Page: {options.html}")

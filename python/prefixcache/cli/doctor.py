@@ -22,7 +22,7 @@ from prefixcache.exceptions import how_to_install
 
 _NAME = re.compile(r"[\w.-]+")
 _EXTRA = re.compile(r"extra *== *['\"]([\w-]+)['\"]")
-_PACKAGES = ("tokenizers", "safetensors", "huggingface-hub", "gguf", "llguidance", "fastapi")
+_PACKAGES = ("tokenizers", "safetensors", "huggingface-hub", "gguf", "llguidance", "starlette")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +56,10 @@ def doctor(given: Given) -> None:
 
 
 def _machine() -> Mapping[str, Any]:
-    import psutil
-
+    from prefixcache.config.machine import machine_memory
     from prefixcache.tools.bench.machine import machine_facts
 
-    available = psutil.virtual_memory().available / 2**30
+    available = machine_memory()[1] / 2**30
     gpus = len([*Path("/dev").glob("nvidia[0-9]*")])
     return machine_facts() | {"memory available": f"{available:.1f} GiB", "NVIDIA GPUs": gpus}
 

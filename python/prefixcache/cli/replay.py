@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
+
 from prefixcache.cli.command_line import Given
 from prefixcache.exceptions import FieldError
 from prefixcache.tools.pictures import check_picture
@@ -14,8 +16,6 @@ from prefixcache.tools.replay.replay_options import ReplayOptions
 from prefixcache.tools.results import check_can_read, check_can_write, command_line, write_json
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from prefixcache.tools.replay.run import Setting, TraceResult
     from prefixcache.tools.replay.sizes import Size
     from prefixcache.tools.replay.ttft_model import TtftModel
@@ -35,27 +35,24 @@ def replay(given: Given) -> None:
 
 
 def _run(options: ReplayOptions) -> None:
-    from rich.console import Console
-
     from prefixcache.tools.replay.compare import verdict
     from prefixcache.tools.replay.report import Report, remarks, to_json
 
     model = _model(options)
     cells = _all_cells(options, model)
-    console = Console()
-    traces = tuple(_replayed(options, cells, console))
+    traces = tuple(_replayed(options, cells))
     verdicts = () if options.compare is None else tuple(map(verdict, traces))
     report = Report(command_line(), traces, model, options.goodput, verdicts)
     for line in [*remarks(report), *verdicts]:
-        console.print(line, highlight=False)
+        click.echo(line)
     if options.output is not None:
         write_json(to_json(report), options.output)
-        console.print(f"Results: {options.output}")
+        click.echo(f"Results: {options.output}")
     if options.plot is not None:
         from prefixcache.tools.replay.plots import draw
 
         draw(traces, options.plot)
-        console.print(f"Picture: {options.plot}")
+        click.echo(f"Picture: {options.plot}")
 
 
 def _model(options: ReplayOptions) -> TtftModel | None:
@@ -105,28 +102,23 @@ def _cells(options: ReplayOptions, model: TtftModel | None) -> list[tuple[Settin
     return [(setting, size) for setting in settings for size in options.parsed_sizes()]
 
 
-def _replayed(
-    options: ReplayOptions, cells: list[tuple[Setting, Size]], console: Console
-) -> Iterator[TraceResult]:
+def _replayed(options: ReplayOptions, cells: list[tuple[Setting, Size]]) -> Iterator[TraceResult]:
     """Each trace's result, shown as soon as it is known."""
     from prefixcache.tools.replay.report import heading, infinite_line, recorded_line, tables
 
     for path in options.traces:
         trace = _replay_one(path, options, cells)
-        console.print(heading(trace), highlight=False)
-        for table in tables(trace, options.goodput):
-            console.print(table)
-        for line in (infinite_line(trace), recorded_line(trace)):
+        shown = (heading(trace), *tables(trace, options.goodput))
+        for line in (*shown, infinite_line(trace), recorded_line(trace)):
             if line is not None:
-                console.print(line, highlight=False)
+                click.echo(line)
         yield trace
 
 
 def _replay_one(
     path: Path, options: ReplayOptions, cells: list[tuple[Setting, Size]]
 ) -> TraceResult:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    from tqdm import tqdm
 
     from prefixcache.tools.bench.machine import usable_cores
     from prefixcache.tools.replay.run import (
@@ -136,18 +128,16 @@ def _replay_one(
         trace_bytes,
     )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    with Progress(
-        *columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True
-    ) as progress:
-        total = trace_bytes(path) * num_passes(cells, options.bounds)
-        task = progress.add_task(path.name, total=total)
+    total = trace_bytes(path) * num_passes(cells, options.bounds)
+    with tqdm(
+        desc=path.name, total=total, unit="B", unit_scale=True, leave=False, disable=None
+    ) as bar:
         trace = replay_trace(
             path,
             cells,
             jobs=options.jobs or usable_cores(),
             bounds=options.bounds,
             cache_answers=options.cache_answers,
-            progress=lambda read: progress.advance(task, read),
+            progress=bar.update,
         )
     return replace(trace, as_recorded=replay_as_recorded(path))

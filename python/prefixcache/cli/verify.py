@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
+
 from prefixcache.cli.command_line import Given
 from prefixcache.tools.results import check_can_write, command_line, write_json
 from prefixcache.tools.verify.verify_options import VerifyOptions
@@ -34,36 +36,25 @@ def verify(given: Given) -> None:
 def _run(options: VerifyOptions) -> Report:
     import asyncio
 
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from tqdm import tqdm
 
     from prefixcache.tools.verify.verify_run import run_verify
 
     seed = secrets.randbits(31) if options.seed is None else options.seed
-    columns = (SpinnerColumn(), TextColumn("{task.completed} answers"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=None)
-        done = run_verify(options, seed, command_line(), lambda: progress.advance(task))
-        return asyncio.run(done)
+    with tqdm(unit=" answers", leave=False, disable=None) as bar:
+        return asyncio.run(run_verify(options, seed, command_line(), bar.update))
 
 
 def _show(report: Report, output: Path | None) -> None:
-    from rich.console import Console
-
     from prefixcache.tools.verify.verify_report import (
-        differences_table,
+        differences,
         rounds_table,
         to_json,
         verdict,
     )
 
-    console = Console()
-    heading = f"{report.model} at {report.url}, {report.api}"
-    console.print(heading, highlight=False, markup=False, soft_wrap=True)
-    console.print(rounds_table(report))
-    if (differences := differences_table(report)) is not None:
-        console.print(differences)
-    for sentence in verdict(report):
-        console.print(sentence, highlight=False, markup=False, soft_wrap=True)
+    click.echo(f"{report.model} at {report.url}, {report.api}")
+    for line in (rounds_table(report), *differences(report), *verdict(report)):
+        click.echo(line)
     if output is not None:
         write_json(to_json(report), output)

@@ -12,10 +12,9 @@ from typing import Any, Literal
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
-from rich.console import Console
-from rich.progress import track
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
+from tqdm import tqdm
 
 from prefixcache.config.model_config import ModelConfig, read_json_object
 from prefixcache.exceptions import FieldError, ModelLoadError
@@ -132,7 +131,7 @@ def convert_model(
 
 def _shown(tensors: Iterable[NamedTensor], count: int, what: str) -> Iterator[NamedTensor]:
     """Each of them, with a progress bar on stderr."""
-    return iter(track(tensors, what, total=count, console=Console(stderr=True), transient=True))
+    return iter(tqdm(tensors, what, total=count, leave=False, disable=None))
 
 
 def _format_of(named: NamedTensor, quant_format: str) -> str:

@@ -220,13 +220,12 @@ def with_progress(
     if total < _LONG_LOAD_BYTES:
         yield from items
         return
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+    from tqdm import tqdm
 
-    with Progress(TextColumn(doing), BarColumn(), DownloadColumn()) as progress:
-        task = progress.add_task("", total=total)
+    with tqdm(desc=doing, total=total, unit="B", unit_scale=True, disable=None) as bar:
         for item in items:
             yield item
-            progress.advance(task, num_bytes(item))
+            bar.update(num_bytes(item))
 
 
 def _read_shapes(folder: Path) -> Iterator[tuple[str, Sequence[int], str]]:

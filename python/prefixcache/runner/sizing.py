@@ -6,9 +6,8 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil
-
 from prefixcache.config.engine_config import CacheConfig, EngineConfig
+from prefixcache.config.machine import machine_memory
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.exceptions import ConfigError, FieldError, OutOfMemoryError
 from prefixcache.kv.cache_settings import fitting_tokens
@@ -161,13 +160,13 @@ def _check_ceiling(start: int, ceiling: int, block_bytes: int, machine: int) -> 
 def host_memory() -> MemorySize:
     """The memory of this machine's processors."""
     limits = [_read_number(Path(limit)) for limit, _ in _CGROUP_FILES]
-    total = min(psutil.virtual_memory().total, *(limit for limit in limits if limit), 1 << 62)
+    total = min(machine_memory()[0], *(limit for limit in limits if limit), 1 << 62)
     return MemorySize(available_memory(), total, _DEFAULT_CPU_BYTES)
 
 
 def available_memory() -> int:
     """Bytes that can still be allocated on this machine, container limits included."""
-    return min(psutil.virtual_memory().available, *_cgroup_available())
+    return min(machine_memory()[1], *_cgroup_available())
 
 
 def _cgroup_available() -> list[int]:

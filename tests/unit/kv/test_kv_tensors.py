@@ -6,7 +6,6 @@ import dataclasses
 import mmap
 import os
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -136,7 +135,7 @@ def test_free_memory_is_the_systems_within_the_containers_limit(
         file.write_text(text)
     missing = (str(tmp_path / "no"), str(tmp_path / "nothing"))
     monkeypatch.setattr("prefixcache.runner.sizing._CGROUP_FILES", (files, missing))
-    monkeypatch.setattr("psutil.virtual_memory", lambda: mock.Mock(available=7000))
+    monkeypatch.setattr("prefixcache.runner.sizing.machine_memory", lambda: (9000, 7000))
     assert available_memory() == free
 
 

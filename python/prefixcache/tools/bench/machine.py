@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import psutil
+from prefixcache.config.machine import machine_memory
 
 _PACKAGES = ("prefixcache", "torch", "transformers", "numpy")
 
@@ -42,7 +42,7 @@ def machine_facts() -> dict[str, str | int]:
     return {
         "cpu": _cpu_model(),
         "cores": usable_cores(),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30),
+        "memory_gib": round(machine_memory()[0] / 2**30),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
     } | {name: _version(name) for name in _PACKAGES}

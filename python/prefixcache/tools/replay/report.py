@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
-from rich.table import Table
-
 from prefixcache.tools.bench.machine import now
+from prefixcache.tools.boxes import boxed
 from prefixcache.tools.replay.run import Row, TraceResult
 from prefixcache.tools.replay.ttft_model import TtftModel
 
@@ -64,7 +65,7 @@ def recorded_line(trace: TraceResult) -> str | None:
     )
 
 
-def tables(trace: TraceResult, goodput: str | None) -> list[Table]:
+def tables(trace: TraceResult, goodput: str | None) -> list[str]:
     """Hits by policy and size and what they could be; those of a disk, or predicted waits."""
     hits = _table(trace, ("blocks", "tokens %", "optimum", "requests %", "evictions"), _cells)
     if any(row.setting.disk for row in trace.rows):
@@ -79,16 +80,12 @@ def tables(trace: TraceResult, goodput: str | None) -> list[Table]:
 
 def _table(
     trace: TraceResult, columns: Sequence[str], cells: Callable[[Row], Sequence[str]]
-) -> Table:
-    made = Table()
-    made.add_column("policy")
-    for column in ("size", *columns):
-        made.add_column(column, justify="right", no_wrap=True)
-    for index, row in enumerate(trace.rows):
-        following = trace.rows[index + 1 : index + 2]
-        ends = bool(following) and following[0].setting != row.setting
-        made.add_row(row.setting.name, str(row.size), *cells(row), end_section=ends)
-    return made
+) -> str:
+    sections = [
+        [[row.setting.name, str(row.size), *cells(row)] for row in rows]
+        for _, rows in groupby(trace.rows, attrgetter("setting"))
+    ]
+    return boxed(["policy", "size", *columns], *sections)
 
 
 def remarks(report: Report) -> list[str]:

@@ -17,7 +17,7 @@ from prefixcache.tools.replay.sizes import Size
 from prefixcache.tools.replay.ttft_model import TtftModel
 
 # Called with the bytes of a trace that were read, now and then.
-Progress = Callable[[int], None]
+Progress = Callable[[int], object]
 PERCENTILES = (50, 90, 99)
 
 

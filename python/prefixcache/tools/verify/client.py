@@ -38,7 +38,7 @@ class Asker:
     """
 
     def __init__(
-        self, client: httpx.AsyncClient, options: VerifyOptions, on_done: Callable[[], None]
+        self, client: httpx.AsyncClient, options: VerifyOptions, on_done: Callable[[], object]
     ) -> None:
         self._client = client
         self._options = options

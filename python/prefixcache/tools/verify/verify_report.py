@@ -6,10 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from rich.box import SIMPLE
-from rich.table import Table
-
 from prefixcache.tools.bench.machine import now
+from prefixcache.tools.boxes import boxed
 from prefixcache.tools.verify.comparison import Change, Comparison
 from prefixcache.tools.verify.rounds import Round
 
@@ -82,17 +80,10 @@ def _remarks(report: Report) -> Iterator[str]:
     yield from report.notes
 
 
-def rounds_table(report: Report) -> Table:
-    """A line a round."""
-    made = Table(box=SIMPLE, pad_edge=False)
-    made.add_column("asked", no_wrap=True)
-    for column in ("answers", "hits", "tokens hit", "TTFT (ms)"):
-        made.add_column(column, justify="right")
-    for column in ("other answer", "other logprobs", "by at most"):
-        made.add_column(column, justify="right")
-    for each_round in report.rounds:
-        made.add_row(*_cells(each_round, report.tolerance))
-    return made
+def rounds_table(report: Report) -> str:
+    """A line a round: what hit, how many answers differ in tokens, or in logprobs alone."""
+    head = ("asked", "hits", "tokens", "TTFT ms", "answer", "logprobs", "at most")
+    return boxed(head, [_cells(each_round, report.tolerance) for each_round in report.rounds])
 
 
 def _cells(each_round: Round, tolerance: float) -> list[str]:
@@ -100,8 +91,7 @@ def _cells(each_round: Round, tolerance: float) -> list[str]:
     hits = "?" if each_round.num_hits is None else str(each_round.num_hits)
     cells = [
         each_round.name,
-        str(len(each_round.asked)),
-        hits,
+        f"{hits} of {len(each_round.asked)}",
         _hit_share(each_round),
         f"{each_round.ttft * 1e3:,.0f}",
     ]
@@ -123,29 +113,19 @@ def _hit_share(each_round: Round) -> str:
     return f"{hit / max(total, 1):.0%}"
 
 
-def differences_table(report: Report) -> Table | None:
-    """The first differences; None where there are none."""
-    differences = [
-        (each_round.name, number, each)
+def differences(report: Report) -> list[str]:
+    """A line for each of the first differences, and one above them; none where there are none."""
+    lines = [
+        f"{each_round.name}, question {number} differs in {each.change} at {each.position}: "
+        f"expected {each.expected}, got {each.got}"
         for each_round in report.rounds
         for number, each in enumerate(each_round.comparisons(report.tolerance), 1)
         if each.change != "nothing"
     ]
-    if not differences:
-        return None
-    shown = f", the first {_MOST_SHOWN}" if len(differences) > _MOST_SHOWN else ""
-    made = Table(
-        title=f"{len(differences)} differences{shown}",
-        title_justify="left",
-        box=SIMPLE,
-        pad_edge=False,
-    )
-    for column in ("asked", "question", "differs in", "position", "expected", "got"):
-        made.add_column(column, overflow="fold")
-    for name, number, each in differences[:_MOST_SHOWN]:
-        row = (name, number, each.change, each.position, each.expected, each.got)
-        made.add_row(*map(str, row))
-    return made
+    if not lines:
+        return []
+    first = f", the first {_MOST_SHOWN}" if len(lines) > _MOST_SHOWN else ""
+    return [f"{len(lines)} differences{first}:", *lines[:_MOST_SHOWN]]
 
 
 def to_json(report: Report) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from prefixcache.tools.verify.rounds import Plan
 from prefixcache.tools.verify.verify_options import VerifyOptions
 from prefixcache.tools.verify.verify_report import Report
 
-OnDone = Callable[[], None]
+OnDone = Callable[[], object]
 
 
 async def run_verify(

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import RenderableType
-
 from prefixcache.exceptions import ConfigError
 from prefixcache.tools.bench.reports.tables import describe, table
 
@@ -16,7 +14,7 @@ from prefixcache.tools.bench.reports.tables import describe, table
 _PLACES = frozenset({"through"})
 
 
-def compare_files(a: Path, b: Path) -> Iterator[RenderableType]:
+def compare_files(a: Path, b: Path) -> Iterator[str]:
     """What `bench compare` prints: a table for each variant in both files, ratios towards A.
 
     Files without a variant in common are compared by their last ones. Raises `ConfigError` with the

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.table import Table
-
 from prefixcache.tools.bench.reports.report import Report
+from prefixcache.tools.boxes import boxed
 
 UNKNOWN = "not reported"
 
@@ -86,15 +85,9 @@ def _times_better(row: Row, base: float | None, value: float | None) -> str:
     return f" ({value / base if row.better == 'high' else base / value:.2f}x)"
 
 
-def table(names: Sequence[str], columns: Sequence[dict[str, Any]]) -> Table:
+def table(names: Sequence[str], columns: Sequence[dict[str, Any]]) -> str:
     """The lines for a terminal."""
-    made = Table()
-    made.add_column("")
-    for name in names:
-        made.add_column(name, justify="right")
-    for label, cells in lines(columns):
-        made.add_row(label, *cells)
-    return made
+    return boxed(["", *names], [[label, *cells] for label, cells in lines(columns)])
 
 
 def heading(report: Report) -> str:

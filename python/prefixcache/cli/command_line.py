@@ -13,15 +13,15 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import Field, dataclass
-from functools import cache, partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import click
 from click.core import ParameterSource
 
 from prefixcache.cli.vllm_options import VllmOption, plain_options
-from prefixcache.config.checked import adapters, check, shown
+from prefixcache.config.checked import adapter, check, hints, shown
 from prefixcache.config.flags import HelpGroup, build, closest, leaves
 from prefixcache.exceptions import (
     FieldError,
@@ -130,25 +130,35 @@ class FlagCommand(click.Command):
         *kinds: type[Any],
         arguments: Sequence[click.Argument] = (),
         without: Collection[str] = (),
-        foreign: Iterable[VllmOption] = (),
+        foreign: Callable[[], Iterable[VllmOption]] = lambda: (),
         examples: Sequence[str] = (),
     ) -> None:
         self._run = run
-        options = dict[str, FlagOption]()
-        for kind in kinds:
-            for name, (owner, field) in leaves(kind).items():
-                if field.metadata and name not in without:
-                    options.setdefault(name, FlagOption(owner, field))
-        self._flags = options
+        self._kinds, self._without = kinds, without
+        self._arguments, self._foreign = arguments, foreign
         self.examples = examples
-        self._is_long = len(options) > _FEW
-        config = click.Option(["--config"], metavar="<path>", help="YAML file with flags.")
-        params: list[click.Parameter] = [*arguments, *options.values(), config]
-        params += foreign
         name = run.__name__.replace("_", "-")
-        super().__init__(
-            name, params=params, help=run.__doc__, epilog=_SOURCES if options else None
-        )
+        super().__init__(name, help=run.__doc__, epilog=_SOURCES if kinds else None)
+        del self.params  # `params` below makes those of the command that runs, and no others
+
+    @cached_property
+    def params(self) -> list[click.Parameter]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """What the command takes."""
+        config = click.Option(["--config"], metavar="<path>", help="YAML file with flags.")
+        return [*self._arguments, *self._flags.values(), config, *self._foreign()]
+
+    @cached_property
+    def _flags(self) -> dict[str, FlagOption]:
+        options = dict[str, FlagOption]()
+        for kind in self._kinds:
+            for name, (owner, field) in leaves(kind).items():
+                if field.metadata and name not in self._without:
+                    options.setdefault(name, FlagOption(owner, field))
+        return options
+
+    @property
+    def _is_long(self) -> bool:
+        return len(self._flags) > _FEW
 
     def invoke(self, ctx: click.Context) -> None:
         """Runs the command.
@@ -294,7 +304,7 @@ class FlagCommand(click.Command):
             )
 
 
-class FlagGroup(FlagCommand, click.Group):
+class FlagGroup(FlagCommand, click.Group):  # pyright: ignore[reportIncompatibleVariableOverride]
     """A command with flags, and commands `below` it, of which one that is named runs instead."""
 
     def __init__(
@@ -333,7 +343,7 @@ class FlagOption(click.Option):
 
     def __init__(self, kind: type[Any], field: Field[Any]) -> None:
         declared = field.metadata
-        hint = _hints(kind)[field.name]
+        hint = hints(kind)[field.name]
         value_type = _value_type(hint)
         names = [_dashed(name) for name in (field.name, *declared["aliases"])]
         if value_type is bool:
@@ -377,17 +387,12 @@ class FlagOption(click.Option):
         if self._is_listed:
             parts = tuple(item for part in parts for item in _items(place, part))
         return check(
-            adapters(self._kind)[self.name],
+            adapter(hints(self._kind)[self.name]),
             place,
             parts if self.multiple else value,
             strict=not all(isinstance(part, str) for part in parts),
             secret=self._is_secret,
         )
-
-
-@cache
-def _hints(kind: type[Any]) -> dict[str, Any]:
-    return get_type_hints(kind, include_extras=True)
 
 
 def _items(place: str, value: Any) -> list[Any]:

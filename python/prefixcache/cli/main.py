@@ -6,6 +6,7 @@ What is heavy is imported by the command that needs it, so that help comes at on
 from __future__ import annotations
 
 import gc
+import os
 from dataclasses import asdict, dataclass, fields
 from importlib import import_module
 from pathlib import Path
@@ -117,6 +118,8 @@ class ConvertOptions(Checked):
 
 def main() -> None:
     """The entry point of the command."""
+    # numpy multiplies nothing large here, and to start its threads takes longer than to import it.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     app()
 
 
@@ -281,7 +284,7 @@ app = App(
             EngineConfig,
             ServeOptions,
             arguments=[_MODEL],
-            foreign=vllm_options(),
+            foreign=vllm_options,
             examples=[
                 "prefixcache serve",
                 "prefixcache serve ./model.gguf --port 9000 --kv-cache-memory 2GiB",

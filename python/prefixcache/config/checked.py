@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import reprlib
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import Field, dataclass, fields, is_dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, TypeGuard, get_type_hints
 
@@ -47,6 +47,7 @@ class ReadBy:
 class Checked:
     """Base of dataclasses that check themselves as they are made: types strictly, then ranges.
 
+    A default is taken as it is.
     Raises `FieldError`, which never shows the value of a field without `repr`. A boolean is no
     integer, text is no number, NaN and infinity are neither.
     """
@@ -55,13 +56,14 @@ class Checked:
 
     def __post_init__(self) -> None:
         kind: type[Any] = type(self)
-        secrets = {field.name for field in fields(kind) if not field.repr}
 
-        def set_checked(name: str, adapter: TypeAdapter[Any]) -> None:
-            value = check(adapter, name, getattr(self, name), secret=name in secrets)
-            object.__setattr__(self, name, value)
+        def set_checked(field: Field[Any]) -> None:
+            value, hint = getattr(self, field.name), hints(kind)[field.name]
+            if value is not field.default and not is_dataclass(hint):  # parts check themselves
+                value = check(adapter(hint), field.name, value, secret=not field.repr)
+                object.__setattr__(self, field.name, value)
 
-        collect(partial(set_checked, *item) for item in adapters(kind).items())
+        collect(partial(set_checked, field) for field in fields(kind))
         self.check_together()
 
     def check_together(self) -> None:
@@ -69,11 +71,9 @@ class Checked:
 
 
 @cache
-def adapters(kind: type[Any]) -> dict[str, TypeAdapter[Any]]:
-    """What checks each field of a dataclass, but not its parts: those check themselves."""
-    hints = get_type_hints(kind, include_extras=True)
-    names = [field.name for field in fields(kind)]
-    return {name: adapter(hints[name]) for name in names if not is_dataclass(hints[name])}
+def hints(kind: type[Any]) -> dict[str, Any]:
+    """The types of a dataclass's fields, and what they are annotated with."""
+    return get_type_hints(kind, include_extras=True)
 
 
 @cache

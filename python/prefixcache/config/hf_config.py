@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
-from prefixcache.config.checked import PositiveFloat, PositiveInt, adapter, adapters, check
+from prefixcache.config.checked import PositiveFloat, PositiveInt, adapter, check, hints
 from prefixcache.config.families import FAMILIES
 from prefixcache.config.family import Family
 from prefixcache.config.hf_fields import CONV, FULL, LINEAR, SLIDING, HFFields, TokenId
 from prefixcache.exceptions import ConfigError, FieldError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from pydantic import TypeAdapter
+    pass
 
 _MLP = "mlp"
 _OLD_LAYER_TYPES = {"attention": FULL, "mamba": LINEAR}
@@ -143,13 +143,11 @@ def supported_architecture(names: object) -> str:
     )
 
 
-def read_fields(
-    readers: Mapping[str, TypeAdapter[Any]], source: Mapping[str, Any]
-) -> dict[str, Any]:
+def read_fields(types: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of those names that are given, as null is not. Raises `ConfigError`."""
-    given = {name: source[name] for name in readers if source.get(name) is not None}
+    given = {name: source[name] for name in types if source.get(name) is not None}
     try:
-        return {name: check(readers[name], name, value) for name, value in given.items()}
+        return {name: check(adapter(types[name]), name, value) for name, value in given.items()}
     except FieldError as error:
         raise ConfigError(f"{error.field} in the model's config {error.problem}") from None
 
@@ -157,14 +155,10 @@ def read_fields(
 def _given_fields(family: Family, source: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that the file has, by our names. Raises `ConfigError`."""
     spellings = {"num_experts": "num_local_experts", **family.spellings}
-    ours = {name: kind for name, kind in adapters(HFFields).items() if name not in _READ_APART}
+    ours = {name: kind for name, kind in hints(HFFields).items() if name not in _READ_APART}
     theirs = {name: ours[spelled] for name, spelled in spellings.items()}
     given = read_fields(ours | theirs, source)
     return given | {spellings[name]: given.pop(name) for name in theirs if name in given}
-
-
-def _read(hints: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
-    return read_fields({name: adapter(hint) for name, hint in hints.items()}, source)
 
 
 def token_ids(source: Mapping[str, Any]) -> tuple[int, ...]:
@@ -172,12 +166,12 @@ def token_ids(source: Mapping[str, Any]) -> tuple[int, ...]:
     name = "eos_token_id"
     value = source.get(name)
     listed = {name: value if isinstance(value, list) else [value]}
-    return () if value is None else tuple(_read({name: list[TokenId]}, listed)[name])
+    return () if value is None else tuple(read_fields({name: list[TokenId]}, listed)[name])
 
 
 def _text_config(source: Mapping[str, Any]) -> Mapping[str, Any]:
     """Of a model that reads images too: the part that reads text, with what is said of both."""
-    text = _read({"text_config": dict[str, Any]}, source).get("text_config")
+    text = read_fields({"text_config": dict[str, Any]}, source).get("text_config")
     if text is None:
         return source
     outer = {name: source[name] for name in _OUTER_FIELDS if source.get(name) is not None}
@@ -226,7 +220,7 @@ def _is_supported(family: Family, quantization: object) -> bool:
 
 def _given_ropes(family: Family, source: Mapping[str, Any]) -> dict[str, Any]:
     """The ropes in either spelling, with checked fields. Raises `UnsupportedModelError`."""
-    ropes = _read(dict.fromkeys(("rope_parameters", "rope_scaling"), dict[str, Any]), source)
+    ropes = read_fields(dict.fromkeys(("rope_parameters", "rope_scaling"), dict[str, Any]), source)
     checked: dict[str, Any] = {}
     for name, rope in ropes.items():
         by_layer = any(isinstance(value, dict) for value in rope.values())
@@ -245,7 +239,7 @@ def _ropes_by_layer(family: Family, ropes: Mapping[str, Any]) -> dict[str, Any]:
         raise UnsupportedModelError(
             f"rope_parameters of {unknown[0]} are not supported. Supported: {FULL}, {SLIDING}."
         )
-    given = _read(dict.fromkeys((FULL, SLIDING), dict[str, Any]), ropes)
+    given = read_fields(dict.fromkeys((FULL, SLIDING), dict[str, Any]), ropes)
     return {kind: _rope(family, rope) for kind, rope in given.items()}
 
 
@@ -258,7 +252,7 @@ def _rope(family: Family, rope: Mapping[str, Any]) -> dict[str, Any]:
     for name in _ROPE_NEEDS.get(kind, ()):
         if rope.get(name) is None:
             raise ConfigError(f"The model's config lacks the {name} of its rope scaling {kind!r}.")
-    return _read(_ROPE_FIELDS, rope) | {"rope_type": kind}
+    return read_fields(_ROPE_FIELDS, rope) | {"rope_type": kind}
 
 
 def _joined_layers(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from prefixcache.config.checked import Checked, Count, PositiveFloat, PositiveInt, adapters
+from prefixcache.config.checked import Checked, Count, PositiveFloat, PositiveInt, hints
 from prefixcache.config.families import FAMILIES
 from prefixcache.config.generation_fields import not_obeyed
 from prefixcache.config.hf_config import (
@@ -450,7 +450,7 @@ def _generation(source: Mapping[str, Any]) -> GenerationDefaults:
         name: tuple(cast("list[Any]", value)) if isinstance(value, list) else value
         for name, value in {**source, "not_obeyed": not_obeyed(source)}.items()
     }
-    return GenerationDefaults(**read_fields(adapters(GenerationDefaults), given))
+    return GenerationDefaults(**read_fields(hints(GenerationDefaults), given))
 
 
 def _with_active_windows(config: ModelConfig, said: int | None) -> ModelConfig:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from prefixcache.config.flags import shown_values
 from prefixcache.config.logs import json_line
@@ -182,8 +182,8 @@ def _collect_what_is_new_alone() -> None:
     """Garbage collections pass over all that the start made, which lives as long as the server.
 
     A full one would hold every thread up for half a second, whenever requests make many objects.
+    Of the start itself there is next to no garbage, and none is looked for.
     """
-    gc.collect()
     gc.freeze()
     gc.enable()
 
@@ -258,7 +258,9 @@ def _close(engine: AsyncEngine, lifecycle: Lifecycle) -> None:
         signal.signal(number, handler)
 
 
-def server_config(app: FastAPI, options: ServeOptions, limits: ConnectionLimits) -> uvicorn.Config:
+def server_config(
+    app: Starlette, options: ServeOptions, limits: ConnectionLimits
+) -> uvicorn.Config:
     """The settings of uvicorn: its fast parser and event loop, our limits of a connection."""
     return uvicorn.Config(
         app,
@@ -284,7 +286,7 @@ class Server(uvicorn.Server):
 
     def __init__(
         self,
-        app: FastAPI,
+        app: Starlette,
         options: ServeOptions,
         lifecycle: Lifecycle,
         ready: Callable[[], None] = lambda: None,

@@ -8,7 +8,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from click.testing import CliRunner, Result
 
 from prefixcache.cli.command_line import Given
 from prefixcache.cli.main import app
+from prefixcache.config.checked import Checked, adapter, check, hints
 from prefixcache.config.engine_config import CacheConfig, EngineConfig
 from prefixcache.exceptions import FieldError
 from prefixcache.server.options.serve_options import ServeOptions
@@ -180,12 +182,37 @@ def test_help_imports_nothing_heavy():
         "import sys\n"
         "from prefixcache.cli.main import app\n"
         "app(['serve', '--help'], standalone_mode=False)\n"
-        "heavy = {'torch', 'transformers', 'fastapi', 'uvicorn', 'numpy', 'matplotlib', 'pydantic',"
-        " 'rich', 'yaml'}\n"
+        "heavy = {'torch', 'transformers', 'starlette', 'uvicorn', 'numpy', 'matplotlib', "
+        "'pydantic', 'rich', 'yaml'}\n"
         "sys.exit(', '.join(heavy & set(sys.modules)) or 0)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     assert (result.returncode, result.stderr) == (0, b"")
+
+
+def test_a_server_imports_nothing_that_it_may_never_need():
+    code = (
+        "import sys, prefixcache.cli.main, prefixcache.engine.build, prefixcache.server.app\n"
+        "import prefixcache.server.serve\n"
+        "rare = {'torch', 'transformers', 'gguf', 'huggingface_hub', 'llguidance', 'httpx',"
+        " 'opentelemetry', 'rich', 'tqdm', 'yaml', 'zmq'}\n"
+        "sys.exit(', '.join(rare & set(sys.modules)) or 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert (result.returncode, result.stderr) == (0, b"")
+
+
+def of_checked(kind: type[Checked]) -> Iterator[type[Checked]]:
+    for below in kind.__subclasses__():
+        yield from (below, *of_checked(below))
+
+
+@pytest.mark.parametrize("kind", sorted(set(of_checked(Checked)), key=str))
+def test_a_default_passes_the_check_that_it_is_spared(kind):
+    for field in fields(kind):
+        if field.default is not MISSING:
+            checker = adapter(hints(kind)[field.name])
+            assert check(checker, field.name, field.default) == field.default
 
 
 @pytest.mark.parametrize(

@@ -219,6 +219,19 @@ def test_what_a_file_lacks_or_says_wrongly_is_warned_of(
     assert bool(caplog.records) == bool(warning)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "form"), [(["a", "b"], "a b"), (["#version", "b"], ["#version", "b"])]
+)
+def test_merges_are_written_in_the_form_that_is_read_sooner_where_it_holds_them(
+    tokens, form, tmp_path
+):
+    """As one text of two tokens; one that begins so would be taken for a comment."""
+    spelled = [*tokens, "".join(tokens), "<x>", "\u0120"]
+    read = json.loads(written(tmp_path, tokens=spelled, merges=[" ".join(tokens)]).to_str())
+    assert read["model"]["merges"] == [tokens]
+    assert json.loads((tmp_path / "tokenizer.json").read_text())["model"]["merges"] == [form]
+
+
 def test_a_user_defined_token_is_whole_and_not_special(tmp_path: Path) -> None:
     tokenizer = written(tmp_path, token_type=[1, 1, 1, 4, 1], bos_token_id=None)
     assert tokenizer.encode("a<x>b").ids == [0, 3, 1]

@@ -163,7 +163,7 @@ def test_a_token_against_the_grammar_is_an_error_of_its_answer_alone() -> None:
 
 def test_a_grammar_is_compiled_once_and_kept_while_it_is_followed() -> None:
     known, output = all_grammars(), StructuredOutput("json_object")
-    with mock.patch.object(grammars, "compile_grammar", wraps=compiler.compile_grammar) as compile_:
+    with mock.patch.object(compiler, "compile_grammar", wraps=compiler.compile_grammar) as compile_:
         threads = [threading.Thread(target=known.compile, args=(output,)) for _ in range(4)]
         for thread in threads:
             thread.start()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 from prefixcache.config.model_config import read_json_object
 from prefixcache.exceptions import ModelLoadError
 from prefixcache.models.arrays import BFLOAT16, FLOAT32, Array, new_array
-from prefixcache.models.digests import file_digest
+from prefixcache.models.digests import file_digest, file_state
 from prefixcache.models.quantized import QUANT_FORMATS, QuantizedTensor, row_bytes
 
 INDEX_FILE = "model.gguf.index.json"
@@ -125,22 +126,32 @@ def read_index(folder: Path) -> TensorIndex:
     """
     index = folder / INDEX_FILE
     try:
-        content = _content(index)
-        tensors = tuple(_entry(name, entry) for name, entry in content["tensors"].items())
-        # Earlier versions wrote a sha256 without its name.
-        digest = content["digest"] if "digest" in content else content["sha256"]
-        parts = [(content["size"], digest), *content.get("more", ())]
-        sizes = [int(size) for size, _ in parts]
-        digests = [None if digest is None else str(digest) for _, digest in parts]
-        for tensor in tensors:
-            _check_inside(tensor, sizes[tensor.part] if 0 <= tensor.part < len(sizes) else 0)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        tensors, sizes, digests = _parsed(index, tuple(file_state(index)))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelLoadError(f"Cannot read {index}: {error!r}") from error
-    files = [folder / weights_file(part) for part in range(len(parts))]
+    files = [folder / weights_file(part) for part in range(len(sizes))]
     for file, size, digest in zip(files, sizes, digests, strict=True):
         _check_file(file, size, digest)
+    return TensorIndex(tuple(file.resolve() for file in files), tensors)
+
+
+# A start asks for it several times.
+@lru_cache(maxsize=2)
+def _parsed(
+    index: Path, _state: tuple[Any, ...]
+) -> tuple[tuple[IndexedTensor, ...], list[int], list[str | None]]:
+    """Tensors, and sizes and digests of parts, of the index in the state in which its file is."""
+    content = _content(index)
+    tensors = tuple(_entry(name, entry) for name, entry in content["tensors"].items())
+    # Earlier versions wrote a sha256 without its name.
+    digest = content["digest"] if "digest" in content else content["sha256"]
+    parts = [(content["size"], digest), *content.get("more", ())]
+    sizes = [int(size) for size, _ in parts]
+    digests = [None if digest is None else str(digest) for _, digest in parts]
+    for tensor in tensors:
+        _check_inside(tensor, sizes[tensor.part] if 0 <= tensor.part < len(sizes) else 0)
     in_order = sorted(tensors, key=lambda tensor: (tensor.part, tensor.offset))
-    return TensorIndex(tuple(file.resolve() for file in files), tuple(in_order))
+    return tuple(in_order), sizes, digests
 
 
 def _content(index: Path) -> dict[str, Any]:

@@ -129,7 +129,8 @@ def write_tokenizer(folder: Path, metadata: Mapping[str, Any], max_length: int) 
 
 def _write(folder: Path, metadata: Mapping[str, Any], max_length: int) -> None:
     vocabulary = _Vocabulary(metadata)
-    vocabulary.tokenizer().save(str(folder / "tokenizer.json"))
+    text = json.dumps(_quickly_read(vocabulary.tokenizer()), ensure_ascii=False)
+    (folder / "tokenizer.json").write_text(text, encoding="utf-8")
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     config["model_max_length"] = max_length
     template, for_tools = (
@@ -141,6 +142,19 @@ def _write(folder: Path, metadata: Mapping[str, Any], max_length: int) -> None:
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     text = json.dumps(config | vocabulary.named, indent=2) + "\n"
     (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+
+
+def _quickly_read(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The tokenizer's JSON with each merge as one text, which takes two thirds of the time to read.
+
+    Tokens with spaces, and what begins as a comment does, cannot be written so.
+    """
+    content = json.loads(tokenizer.to_str())
+    merges: list[list[str]] = content["model"].get("merges", [])
+    needs_pairs = any(" " in "".join(pair) or pair[0].startswith("#version") for pair in merges)
+    if merges and not needs_pairs:
+        content["model"]["merges"] = [" ".join(pair) for pair in merges]
+    return content
 
 
 class _Vocabulary:

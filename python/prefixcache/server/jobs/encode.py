@@ -159,6 +159,8 @@ class PromptEncoder:
 
     def _check_can_fit(self, text: str, param: str) -> None:
         limit = self._max_model_len
+        if len(text) <= limit:  # to find the longest token takes a while
+            return
         least = len(text) // self._tokenizer.longest_token
         if least > limit:
             raise RequestTooLargeError(

@@ -8,14 +8,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from prefixcache.exceptions import GrammarError
-from prefixcache.text.grammar.compiler import Matcher
 from prefixcache.text.grammar.mask_workers import Latency, MaskWorkers
 from prefixcache.text.grammar.vocabulary import Vocabulary, Words
 from prefixcache.types.step_plan import TokenMask
+
+if TYPE_CHECKING:
+    from prefixcache.text.grammar.compiler import Matcher
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from weakref import WeakValueDictionary
 
 from prefixcache.exceptions import GrammarError, InvalidRequestError, SlowGrammarError
 from prefixcache.text.grammar.answer_matcher import Grammar, Trigger
-from prefixcache.text.grammar.compiler import compile_grammar
 from prefixcache.text.grammar.mask_workers import MaskWorkers
 from prefixcache.text.grammar.sandbox import Sandbox
 from prefixcache.text.grammar.vocabulary import Vocabulary
@@ -94,6 +93,8 @@ class Grammars:
         sandbox: Sandbox | None,
         cancelled: threading.Event | None,
     ) -> Grammar:
+        from prefixcache.text.grammar.compiler import compile_grammar
+
         if not self.vocabulary.eos_token_ids:
             raise _invalid("this model names no token that ends an answer")
         if (problem := self._refused.get(_digest(output))) is not None:

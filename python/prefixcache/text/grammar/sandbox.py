@@ -20,12 +20,12 @@ import threading
 import time
 from concurrent.futures import CancelledError
 from dataclasses import astuple
+from importlib import import_module
 from typing import IO, NamedTuple, cast
 
 import numpy as np
 
 from prefixcache.exceptions import GrammarError, QueueFullError, SlowGrammarError
-from prefixcache.text.grammar.compiler import compile_grammar
 from prefixcache.text.grammar.vocabulary import Vocabulary
 from prefixcache.types.structured_output import StructuredOutput
 
@@ -187,6 +187,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def main() -> None:
     """Answers what comes on standard input, each in a child with limits, until that ends."""
+    import_module("prefixcache.text.grammar.compiler")  # once for all children
     source, target = sys.stdin.buffer, sys.stdout.buffer
     child = 0
 
@@ -259,6 +260,8 @@ def _tried(output: StructuredOutput, vocabulary: Vocabulary, seconds: float) -> 
 
 
 def _follow(output: StructuredOutput, vocabulary: Vocabulary) -> None:
+    from prefixcache.text.grammar.compiler import compile_grammar
+
     matcher, first = compile_grammar(output, vocabulary)
     words = first.copy()
     for step in range(_NUM_STEPS):

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLTokenizer, TokenizerWrapper
 
 if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
     from prefixcache.config.model_config import ModelConfig
     from prefixcache.text.tokenization.tokenizer import Tokenizer
 
@@ -52,6 +53,8 @@ class Vocabulary:
     @cached_property
     def backend(self) -> LLTokenizer:
         """Llguidance's own form, which takes some tenths of a second to make."""
+        from llguidance import LLTokenizer, TokenizerWrapper
+
         return LLTokenizer(
             TokenizerWrapper(_Source(self)),
             n_vocab=len(self.tokens),

@@ -47,9 +47,11 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
         try:
             environment = _environment()
-            self._template = environment.from_string(source)
-            self._tool_template = environment.from_string(self.for_tools)
-            read = meta.find_undeclared_variables(environment.parse(self.for_tools))
+            parsed = environment.parse(self.for_tools)
+            read = meta.find_undeclared_variables(parsed)
+            self._tool_template = self._template = environment.from_string(parsed)
+            if tool_source is not None:
+                self._template = environment.from_string(source)
         except Exception as error:  # jinja2 passes on what Python's compiler raises
             raise ModelLoadError(f"The model's chat template is broken: {error}") from error
         # SmolLM3 reads functions under another name.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,9 +34,8 @@ class Tokenizer:
     """Encodes text as the model's folder says, and decodes token ids.
 
     `added_token_ids` are the tokens in addition to the vocabulary proper, by their text.
-    `longest_token` is the most characters that a token spells; `eos_token_ids` holds the token
-    that the tokenizer itself names, where it names one. `response_template` tells transformers how
-    to read answers. Safe to share between threads.
+    `eos_token_ids` holds the token that the tokenizer itself names, where it names one.
+    `response_template` tells transformers how to read answers. Safe to share between threads.
     """
 
     def __init__(
@@ -58,10 +58,17 @@ class Tokenizer:
         self.added_token_ids = {token.content: i for i, token in added.items()}
         eos = backend.token_to_id(self.special_tokens.get("eos_token", ""))
         self.eos_token_ids = () if eos is None else (eos,)
-        vocabulary = backend.get_vocab(with_added_tokens=True)
-        self.vocab_size = 1 + max(vocabulary.values(), default=-1)
-        self.longest_token = max(map(len, vocabulary), default=1)
         self._token_bytes = _TokenBytes(backend, frozenset(added))
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the last token id."""
+        return 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """The most characters that a token spells."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     @classmethod
     def from_folder(cls, path: str | Path, chat_template: str | None = None) -> Tokenizer:

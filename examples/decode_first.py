@@ -18,8 +18,10 @@ from typing import Any
 
 import httpx
 import uvicorn
-from fastapi import FastAPI, Request
-from fastapi.responses import StreamingResponse
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+from starlette.routing import Route
 
 
 class DecodeFirst:
@@ -108,20 +110,19 @@ async def pass_on(
             yield part
 
 
-def create_app(decode: str, prefill: str, threshold: float) -> FastAPI:
+def create_app(decode: str, prefill: str, threshold: float) -> Starlette:
     """Both endpoints."""
     client = httpx.AsyncClient(timeout=None)
 
     @asynccontextmanager
-    async def closing_client(_app: FastAPI) -> AsyncIterator[None]:
+    async def closing_client(_app: Starlette) -> AsyncIterator[None]:
         async with client:
             yield
 
-    app = FastAPI(lifespan=closing_client)
     first = DecodeFirst(client, decode, prefill, threshold)
-    for path in ("/v1/completions", "/v1/chat/completions"):
-        app.post(path)(first.answer)
-    return app
+    paths = ("/v1/completions", "/v1/chat/completions")
+    routes = [Route(path, first.answer, methods=["POST"]) for path in paths]
+    return Starlette(routes=routes, lifespan=closing_client)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from zlib import crc32
 
-from fastapi import FastAPI, HTTPException, Request
-from fastapi.responses import StreamingResponse
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+
+from prefixcache.server.http.routes import Router
 
 MODEL = "fake"
 _ANSWER_TOKENS = 5
@@ -39,19 +43,19 @@ class FakeOpenAI:
     def clock(self) -> float:
         return self.seconds
 
-    def app(self) -> FastAPI:
-        app = FastAPI()
-        app.get("/v1/models")(lambda: {"data": [{"id": MODEL}]})
+    def app(self) -> Starlette:
+        router = Router()
+        router.get("/v1/models")(lambda: {"data": [{"id": MODEL}]})
 
-        @app.post("/v1/chat/completions")
+        @router.post("/v1/chat/completions")
         async def chat(request: Request) -> StreamingResponse:
             return await self._stream(request, "chat")
 
-        @app.post("/v1/completions")
+        @router.post("/v1/completions")
         async def complete(request: Request) -> StreamingResponse:
             return await self._stream(request, "completions")
 
-        return app
+        return Starlette(routes=router.routes)
 
     async def _stream(self, request: Request, api: str) -> StreamingResponse:
         body = await request.json()

@@ -14,8 +14,8 @@ from typing import Any
 from unittest import mock
 
 import httpx
-from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.applications import Starlette
 
 from prefixcache.config.engine_config import EngineConfig
 from prefixcache.config.model_config import GenerationDefaults
@@ -49,7 +49,7 @@ def serve_folder(
     diagnostics_memory: int = 0,
     keeps_text: bool = True,
     **flags: Any,
-) -> tuple[FastAPI, AsyncEngine]:
+) -> tuple[Starlette, AsyncEngine]:
     """The application around a real engine; the caller shuts the engine down."""
     options = {"dtype": "float32", "device": "cpu", "num_blocks": 200, "max_num_seqs": 16}
     built = build(EngineConfig.from_flags(model=str(folder), **options | flags))
@@ -64,7 +64,7 @@ def serve_folder(
 
 @asynccontextmanager
 async def client_of(
-    app: FastAPI, address: str = "127.0.0.1"
+    app: Starlette, address: str = "127.0.0.1"
 ) -> AsyncGenerator[httpx.AsyncClient, None]:
     """A client that calls the application without a network, from `address`."""
     transport = httpx.ASGITransport(app, client=(address, 5000))
@@ -86,7 +86,7 @@ async def served_folder(
 
 
 @contextmanager
-def running(app: FastAPI, **options: Any) -> Generator[str, None, None]:
+def running(app: Starlette, **options: Any) -> Generator[str, None, None]:
     """The application on a free loopback port, in a thread; gives its address."""
     with serving(app, Lifecycle(), **options) as (_, address):
         yield address
@@ -94,7 +94,7 @@ def running(app: FastAPI, **options: Any) -> Generator[str, None, None]:
 
 @contextmanager
 def serving(
-    app: FastAPI, lifecycle: Lifecycle, certificates: Certificates | None = None, **options: Any
+    app: Starlette, lifecycle: Lifecycle, certificates: Certificates | None = None, **options: Any
 ) -> Generator[tuple[Server, str], None, None]:
     """As `running`; gives the server too, whose address is that without `certificates`."""
     server = Server(app, ServeOptions(**options), lifecycle, certificates=certificates)
@@ -230,7 +230,7 @@ def fake_app(
     limits: ServerLimits | None = None,
     tracing: Tracing | None = None,
     **served: Any,
-) -> FastAPI:
+) -> Starlette:
     """The application around a scripted engine."""
     model = {"names": (MODEL,), "generation": GenerationDefaults(), **served}
     served_model = ServedModel(tokenizer=tokenizer, **model)

@@ -7,11 +7,10 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import APIRouter, FastAPI
-from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic_core import to_jsonable_python
-from starlette.responses import Response
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse, Response
 
 from prefixcache.engine.control import Control
 from prefixcache.ray_serve.replicas.commands import CommandClient
@@ -34,6 +33,7 @@ from prefixcache.server.admin.model_dirs import ModelDirs
 from prefixcache.server.app import client_app, guard
 from prefixcache.server.http.access import AccessRules
 from prefixcache.server.http.errors import ApiError
+from prefixcache.server.http.routes import Router
 from prefixcache.server.jobs.context import Lifecycle
 from prefixcache.server.jobs.job_maker import JobMaker
 from prefixcache.server.jobs.served_model import ServedModel
@@ -68,7 +68,7 @@ def create_ingress_app(
     model_dirs: ModelDirs,
     limits: ServerLimits,
     flags: Mapping[str, Any],
-) -> FastAPI:
+) -> Starlette:
     """The application over the replicas of `engine`: `replicas` asks them, `commands` changes."""
     maker = JobMaker(engine=engine, served=served)
     app = client_app(maker, ResponseStore())
@@ -80,8 +80,8 @@ def create_ingress_app(
     return app
 
 
-def _command_router(commands: CommandClient, model_dirs: ModelDirs) -> APIRouter:
-    router = APIRouter()
+def _command_router(commands: CommandClient, model_dirs: ModelDirs) -> Router:
+    router = Router()
     add_commands(
         router,
         Control.endpoints(),
@@ -93,8 +93,8 @@ def _command_router(commands: CommandClient, model_dirs: ModelDirs) -> APIRouter
     return router
 
 
-def _health_router(replicas: ReplicaSet) -> APIRouter:
-    router = APIRouter()
+def _health_router(replicas: ReplicaSet) -> Router:
+    router = Router()
 
     async def health() -> Response:
         await replicas.statuses()
@@ -104,8 +104,8 @@ def _health_router(replicas: ReplicaSet) -> APIRouter:
     return router
 
 
-def _info_router(replicas: ReplicaSet, served: ServedModel, flags: Mapping[str, Any]) -> APIRouter:
-    router = APIRouter()
+def _info_router(replicas: ReplicaSet, served: ServedModel, flags: Mapping[str, Any]) -> Router:
+    router = Router()
     names = ("batch_invariant", "dtype", "weights", "prefix_hash")
 
     @router.get("/version")
@@ -154,13 +154,11 @@ def _info_router(replicas: ReplicaSet, served: ServedModel, flags: Mapping[str, 
     return router
 
 
-def _not_served_router() -> APIRouter:
+def _not_served_router() -> Router:
     """Answers 501 by their names, so that nobody takes them for a wrong address."""
-    router = APIRouter()
+    router = Router()
     for (method, path), instead in _NOT_SERVED.items():
-        router.add_api_route(
-            path, _refusal(path, instead), methods=[method], include_in_schema=False
-        )
+        router.route(path, method, include_in_schema=False)(_refusal(path, instead))
     return router
 
 

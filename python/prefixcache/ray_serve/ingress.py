@@ -21,8 +21,8 @@ from prefixcache.text.tokenization.chat_template import read_template
 from prefixcache.text.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
     from ray.serve.handle import DeploymentHandle
+    from starlette.applications import Starlette
 
     from prefixcache.config.engine_config import EngineConfig
     from prefixcache.ray_serve.ray_options import RayOptions
@@ -66,6 +66,6 @@ class Ingress:
             | shown_values(ray_options),
         )
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
+    def __serve_build_asgi_app__(self) -> Starlette:
         """Called by Ray Serve after the constructor."""
         return self._app

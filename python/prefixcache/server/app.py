@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
@@ -60,7 +60,7 @@ def create_app(
     diagnostics: CacheDiagnostics | None = None,
     events: EventPublisher | None = None,
     samples: Samples | None = None,
-) -> FastAPI:
+) -> DescribedApp:
     """The application that serves `engine`; who made the engine shuts it down.
 
     `rules` say who may use it, `model_dirs` where new weights come from, `lifecycle` whether the
@@ -89,18 +89,12 @@ def create_app(
     return app
 
 
-def client_app(maker: JobMaker, responses: ResponseStore) -> FastAPI:
+def client_app(maker: JobMaker, responses: ResponseStore) -> DescribedApp:
     """An application with what clients ask of the served model, and with nothing around it.
 
     Answers of `/v1/responses` are kept among `responses`.
     """
-    app = DescribedApp(
-        title="prefixcache",
-        version=VERSION,
-        docs_url=None,
-        redoc_url=None,
-        redirect_slashes=False,
-    )
+    app = DescribedApp(title="prefixcache", version=VERSION)
     app.include_router(completions_router(maker))
     app.include_router(chat_router(maker))
     app.include_router(responses_router(maker, responses))
@@ -114,7 +108,7 @@ def client_app(maker: JobMaker, responses: ResponseStore) -> FastAPI:
 
 
 def guard(
-    app: FastAPI,
+    app: Starlette,
     rules: AccessRules,
     *,
     lifecycle: Lifecycle,
@@ -132,7 +126,7 @@ def guard(
         _let_pages_in(app, rules.cross_origin)
 
 
-def _let_pages_in(app: FastAPI, allowed: CrossOrigin) -> None:
+def _let_pages_in(app: Starlette, allowed: CrossOrigin) -> None:
     """Around all else: browsers send no key with a preflight, and pages are to read errors too."""
     app.add_middleware(
         CORSMiddleware,

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Mapping
-from typing import Any
 
-from fastapi import APIRouter, FastAPI
-from fastapi.openapi.utils import get_openapi
-from fastapi.routing import APIRoute
 from pydantic import BaseModel
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from prefixcache.exceptions import wrong
 from prefixcache.server.anthropic.messages import CountTokensRequest, MessagesRequest
-from prefixcache.server.http.described import (
+from prefixcache.server.http.errors import anthropic_error, error_body, is_anthropic
+from prefixcache.server.http.routes import (
     ANTHROPIC_VERSION,
     Description,
     Form,
     Raw,
+    Router,
     Schema,
     description_of,
     parameter,
     schema_of,
 )
-from prefixcache.server.http.errors import anthropic_error, error_body, is_anthropic
 from prefixcache.server.openai.protocol import ChatRequest
 from prefixcache.server.openai.responses import ResponsesRequest
 
@@ -45,38 +48,60 @@ _EXAMPLES = {
 }
 
 
-class DescribedApp(FastAPI):
+class DescribedApp(Starlette):
     """An application whose `/openapi.json` has what its routers' routes say of themselves."""
 
-    def __init__(self, **options: Any) -> None:
-        self._descriptions: dict[tuple[str, str], Description] = {}
-        super().__init__(**options)
+    def __init__(self, *, title: str, version: str) -> None:
+        super().__init__()
+        self.router.redirect_slashes = False
+        self._about = {"title": title, "version": version}
+        self._schema: Schema | None = None
+        self.add_route("/openapi.json", self._show, include_in_schema=False)
 
-    def include_router(self, router: APIRouter, *args: Any, **options: Any) -> None:
-        """Adds routes, which have no prefix here."""
-        super().include_router(router, *args, **options)
-        for route in router.routes:
-            if isinstance(route, APIRoute):
-                described = description_of(route.endpoint)
-                for method in route.methods or ():
-                    self._descriptions[route.path_format, method.lower()] = described
+    def include_router(self, router: Router) -> None:
+        """Adds the routes of `router`."""
+        self.router.routes += router.routes
+
+    async def _show(self, _: Request) -> JSONResponse:
+        return JSONResponse(self.openapi())
 
     def openapi(self) -> Schema:
         """The description, which is made once."""
-        if self.openapi_schema is None:
-            self.openapi_schema = self._described()
-        return self.openapi_schema
+        if self._schema is None:
+            self._schema = self._described()
+        return self._schema
 
     def _described(self) -> Schema:
-        schema = get_openapi(title=self.title, version=self.version, routes=self.routes)
         schemas: dict[str, Schema] = {name: schema_of(form) for name, form in _ERRORS.items()}
-        schema["components"] = {"schemas": schemas, "securitySchemes": _SECURITY}
-        schema["security"] = [{}, *({name: []} for name in _SECURITY)]
-        for path, methods in schema["paths"].items():
-            for method, operation in methods.items():
-                described = self._descriptions.get((path, method), Description())
-                _fill(operation, path, described, schemas)
-        return schema
+        paths: dict[str, Schema] = {}
+        for route in self.routes:
+            if isinstance(route, Route) and route.include_in_schema:
+                for method in route.methods or ():
+                    operation = _operation(route, method.lower(), schemas)
+                    paths.setdefault(route.path_format, {})[method.lower()] = operation
+        return {
+            "openapi": "3.1.0",
+            "info": self._about,
+            "paths": paths,
+            "components": {"schemas": schemas, "securitySchemes": _SECURITY},
+            "security": [{}, *({name: []} for name in _SECURITY)],
+        }
+
+
+def _operation(route: Route, method: str, schemas: dict[str, Schema]) -> Schema:
+    operation: Schema = {
+        "summary": route.name.replace("_", " ").title(),
+        "operationId": re.sub(r"\W", "_", f"{route.name}{route.path_format}_{method}"),
+    }
+    if text := inspect.getdoc(route.endpoint):
+        operation["description"] = text
+    if route.param_convertors:
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": schema_of(str)}
+            for name in route.param_convertors
+        ]
+    _fill(operation, route.path_format, description_of(route.endpoint), schemas)
+    return operation
 
 
 _SECURITY = {

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import httpx
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from prefixcache.engine.async_engine import AsyncEngine
 from support.serving import MODEL, client_of, events, running, serve_folder
@@ -17,7 +17,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples/decode_first.py"
 PROMPT = list(range(40, 90))
 
 
-def create_app(decode: str, prefill: str, threshold: float) -> FastAPI:
+def create_app(decode: str, prefill: str, threshold: float) -> Starlette:
     spec = importlib.util.spec_from_file_location("decode_first", EXAMPLE)
     assert spec is not None
     assert spec.loader is not None

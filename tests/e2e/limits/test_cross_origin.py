@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from click.testing import CliRunner
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from prefixcache.cli.main import app as command
 from prefixcache.config.model_config import GenerationDefaults
@@ -30,7 +30,7 @@ ALLOW_ORIGIN = "access-control-allow-origin"
 
 
 @pytest.fixture
-def make_app(tokenizer: Tokenizer) -> Callable[..., FastAPI]:
+def make_app(tokenizer: Tokenizer) -> Callable[..., Starlette]:
     served = ServedModel(names=(MODEL,), generation=GenerationDefaults(), tokenizer=tokenizer)
 
     def make(*origins: str, script: Any = lambda request: says(request, "hi"), **rules: Any) -> Any:
@@ -42,7 +42,7 @@ def make_app(tokenizer: Tokenizer) -> Callable[..., FastAPI]:
     return make
 
 
-async def ask(app: FastAPI, headers: dict[str, str], method: str = "POST") -> httpx.Response:
+async def ask(app: Starlette, headers: dict[str, str], method: str = "POST") -> httpx.Response:
     async with client_of(app) as client:
         path, body = "/v1/completions", {"prompt": [5, 6], "max_tokens": 2}
         return await client.request(method, path, json=body, headers=headers)

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from prefixcache.server.dashboard import prompts
 from prefixcache.server.dashboard.feed import Feed
@@ -152,16 +152,13 @@ def test_the_stream_is_for_administrators(address: str) -> None:
     assert wrong.json()["error"]["code"] == "invalid_api_key"
 
 
-def feed_app(**options: Any) -> tuple[FastAPI, Feed, Lifecycle]:
+def feed_app(**options: Any) -> tuple[Starlette, Feed, Lifecycle]:
     """An application with a stream of large events."""
-    app, lifecycle = FastAPI(), Lifecycle()
+    app, lifecycle = Starlette(), Lifecycle()
     text = b"data: %b\n\n" % (b"x" * 2**20)
     feed = Feed(lambda: {"a": text}, lambda: text, lambda: lifecycle.stopping, **options)
 
-    @app.get(EVENTS)
-    async def events() -> EventStream:
-        return EventStream(feed.events())
-
+    app.add_route(EVENTS, lambda _: EventStream(feed.events()))
     return app, feed, lifecycle
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from prefixcache.config.engine_config import EngineConfig
 from prefixcache.engine.async_engine import AsyncEngine
@@ -28,7 +28,7 @@ SECRET = [250] * 100
 
 
 @pytest.fixture(scope="module")
-def server(tiny_checkpoint: Callable[..., Path]) -> Generator[FastAPI]:
+def server(tiny_checkpoint: Callable[..., Path]) -> Generator[Starlette]:
     flags = {"dtype": "float32", "device": "cpu", "num_blocks": 200}
     config = EngineConfig.from_flags(model=str(tiny_checkpoint("gemma3")), **flags)
     with ExitStack() as stack:
@@ -54,7 +54,7 @@ async def snapshot(client: httpx.AsyncClient) -> tuple[Any, list[wire.BlockStore
     return header, events, end  # type: ignore[return-value]
 
 
-async def test_a_snapshot_tells_what_is_cached_under_no_salt(server: FastAPI) -> None:
+async def test_a_snapshot_tells_what_is_cached_under_no_salt(server: Starlette) -> None:
     async with client_of(server) as client:
         await ask(client, SECRET, cache_salt="mine")
         await ask(client, PROMPT)
@@ -82,7 +82,7 @@ async def test_a_snapshot_tells_what_is_cached_under_no_salt(server: FastAPI) ->
     assert metric(page, "kv_events_publishing") == 1
 
 
-async def test_a_reset_leaves_an_empty_snapshot(server: FastAPI) -> None:
+async def test_a_reset_leaves_an_empty_snapshot(server: Starlette) -> None:
     async with client_of(server) as client:
         await ask(client, PROMPT)
         before, _, _ = await snapshot(client)
@@ -92,7 +92,7 @@ async def test_a_reset_leaves_an_empty_snapshot(server: FastAPI) -> None:
     assert header.sequence > before.sequence
 
 
-async def test_a_snapshot_is_the_administrators(server: FastAPI) -> None:
+async def test_a_snapshot_is_the_administrators(server: Starlette) -> None:
     async with client_of(server, "192.0.2.7") as client:
         answer = await client.get("/prefix_cache/snapshot")
     assert answer.status_code in (401, 403)

@@ -23,7 +23,7 @@ BENCH = ROOT / "benches" / "gpu"
 # What a machine with a GPU may lack, and what only servers, plots and tests of ours import.
 ABSENT = (
     *("flashinfer", "flashinfer_jit_cache", "transformers", "vllm", "nanovllm", "matplotlib"),
-    *("fastapi", "uvicorn", "uvloop", "httptools", "hypothesis", "pytest_asyncio", "xdist"),
+    *("starlette", "uvicorn", "uvloop", "httptools", "hypothesis", "pytest_asyncio", "xdist"),
 )
 _BLOCK = f"import sys\nsys.modules.update(dict.fromkeys({ABSENT!r}))\n"
 _HANG = """

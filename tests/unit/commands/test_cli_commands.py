@@ -12,13 +12,15 @@ from typing import Any
 import huggingface_hub
 import pytest
 from click.testing import CliRunner, Result
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from prefixcache.cli import chat as chat_command
 from prefixcache.cli.main import app
 from prefixcache.models.gguf.index import WEIGHTS_FILE
 from prefixcache.models.hub import folder_of_alias
+from prefixcache.server.http.routes import Router
 from prefixcache.tools.openai_api import choice_text
 from support.serving import running
 
@@ -44,11 +46,11 @@ class Server:
         self.keys: set[str | None] = set()
         self.card = dict[str, str]()
 
-    def app(self) -> FastAPI:
-        app = FastAPI()
-        app.get("/v1/models")(lambda: {"data": [{"id": "a-model"} | self.card]})
+    def app(self) -> Starlette:
+        router = Router()
+        router.get("/v1/models")(lambda: {"data": [{"id": "a-model"} | self.card]})
 
-        @app.post("/v1/chat/completions")
+        @router.post("/v1/chat/completions")
         async def chat(request: Request) -> Response:
             body = await request.json()
             self.keys.add(request.headers.get("authorization"))
@@ -61,7 +63,7 @@ class Server:
             self.bodies.append(body)
             return StreamingResponse(self._events(), media_type="text/event-stream")
 
-        return app
+        return Starlette(routes=router.routes)
 
     def _events(self) -> Iterator[str]:
         deltas = [{"reasoning_content": "so: "}, {"content": "answer "}]

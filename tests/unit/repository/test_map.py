@@ -32,8 +32,8 @@ METHOD = '''
 
 '''
 ROUTER = """
-def made_up_router() -> APIRouter:
-    router = APIRouter()
+def made_up_router() -> Router:
+    router = Router()
     router.get("/made_up_for_clients")(lambda: "hello")
     return router
 
@@ -73,19 +73,21 @@ assert option.opts == ["--made-up"] and "made-up number" in option.help
 assert "made_up" in leaves(EngineConfig)
 """,
     "an admin operation": """
-from fastapi import FastAPI
-from fastapi.testclient import TestClient
+from starlette.testclient import TestClient
 from prefixcache.engine.control import Control
 from prefixcache.server.admin.admin import add_commands
+from prefixcache.server.http.routes import Router
+from prefixcache.server.openapi import DescribedApp
 async def run(command, given):
     return command(None, **given)
-app = FastAPI()
-add_commands(app.router, Control.endpoints(), run)
+app, router = DescribedApp(title="", version=""), Router()
+add_commands(router, Control.endpoints(), run)
+app.include_router(router)
 assert TestClient(app).post("/made_up?text=hello").json() == "hello"
 """,
     "a client endpoint": """
 from unittest.mock import MagicMock
-from fastapi.testclient import TestClient
+from starlette.testclient import TestClient
 from prefixcache.server.app import client_app, guard
 from prefixcache.server.http.access import AccessRules
 from prefixcache.server.jobs.context import Lifecycle

@@ -14,10 +14,9 @@ from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args, get_origin
 
-from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
 from pydantic import ValidationError, create_model
-from starlette.responses import Response
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from prefixcache.engine.weight_versions import check_tag
 from prefixcache.exceptions import wrong
@@ -28,9 +27,10 @@ from prefixcache.server.http.body import (
     invalid_field,
     parse_fields,
     parse_object,
+    prepared,
     read_body,
 )
-from prefixcache.server.http.described import Form, Raw, describes, describes_command
+from prefixcache.server.http.routes import Form, Raw, Router, describes, describes_command
 from prefixcache.server.jobs.context import tell_unknown
 from prefixcache.server.options.limits import MAX_PATH_CHARACTERS
 from prefixcache.types.modes import InFlightMode
@@ -103,9 +103,9 @@ class ResizeRequest(RequestFields):
     num_blocks: int | None = None
 
 
-def admin_router(engine: AsyncEngine, model_dirs: ModelDirs) -> APIRouter:
+def admin_router(engine: AsyncEngine, model_dirs: ModelDirs) -> Router:
     """The endpoints, for one engine."""
-    router = APIRouter()
+    router = Router()
 
     async def resize_cache(**options: Any) -> ResizeStatus:
         return await engine.run(lambda control: control.resize(**options))
@@ -134,7 +134,7 @@ def admin_router(engine: AsyncEngine, model_dirs: ModelDirs) -> APIRouter:
 
 
 def add_changes(
-    router: APIRouter, resize_cache: Resize, update: UpdateWeights, model_dirs: ModelDirs
+    router: Router, resize_cache: Resize, update: UpdateWeights, model_dirs: ModelDirs
 ) -> None:
     """The endpoints of changes that are more than a command.
 
@@ -204,11 +204,10 @@ def _parameters(command: Callable[..., Any]) -> list[inspect.Parameter]:
     return list(inspect.signature(command, eval_str=True).parameters.values())[1:]
 
 
-def add_commands(router: APIRouter, commands: Iterable[Command], run: RunCommand) -> None:
+def add_commands(router: Router, commands: Iterable[Command], run: RunCommand) -> None:
     """An endpoint for each of the commands; `run` gives one its arguments."""
     for path, command in commands:
-        call = _endpoint(run, command)
-        router.post(path, name=command.__name__, description=inspect.getdoc(command))(call)
+        router.post(path)(_endpoint(run, command))
 
 
 def _endpoint(run: RunCommand, command: Callable[..., Any]) -> Callable[..., Any]:
@@ -225,6 +224,7 @@ def _endpoint(run: RunCommand, command: Callable[..., Any]) -> Callable[..., Any
         result = await run(command, given)
         return Response() if result is None else JSONResponse(result)
 
+    call.__name__, call.__doc__ = command.__name__, command.__doc__
     return call
 
 
@@ -251,7 +251,7 @@ def _query(request: Request, model: type[Fields]) -> dict[str, Any]:
     lists = {name for name, field in model.model_fields.items() if _takes_list(field.annotation)}
     texts = {name: text for name, text in query.items() if name not in lists}
     try:
-        given = model.model_validate_strings(texts).model_dump(exclude_unset=True)
+        given = prepared(model).model_validate_strings(texts).model_dump(exclude_unset=True)
     except ValidationError as error:
         raise invalid_field(error) from None
     return given | {name: query.getlist(name) for name in lists if name in query}

@@ -7,15 +7,13 @@ from dataclasses import asdict
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter
-from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic_core import to_jsonable_python
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from prefixcache.metrics import LabelledMetrics
-from prefixcache.server.http.described import describes
 from prefixcache.server.http.errors import ApiError
+from prefixcache.server.http.routes import Router, describes
 from prefixcache.server.options.version import VERSION
 
 if TYPE_CHECKING:
@@ -48,9 +46,9 @@ def health_router(
     served: ServedModel,
     flags: Mapping[str, Any],
     events: EventPublisher | None = None,
-) -> APIRouter:
+) -> Router:
     """The endpoints, for one engine started with `flags`, whose `events` are published."""
-    router = APIRouter()
+    router = Router()
     labelled = LabelledMetrics(
         engine.metrics, prefix=served.metrics_prefix, model_name=served.names[0]
     )
@@ -127,7 +125,7 @@ def _halted(control: Control) -> str | None:
 
 
 def add_states(
-    router: APIRouter,
+    router: Router,
     health: Callable[[], Awaitable[Response]],
     states: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]],
 ) -> None:
@@ -151,7 +149,7 @@ def add_states(
     )
     for path, probe, summary in probes:
         router.get(path, summary=summary)(probe)
-        router.head(path, include_in_schema=False)(probe)
+        router.route(path, "HEAD", include_in_schema=False)(probe)
     router.post("/ping", include_in_schema=False)(health)
 
     @router.get("/load")

@@ -6,16 +6,17 @@ from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Any
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 
-from prefixcache.server.http.described import (
+from prefixcache.server.http.errors import MODELS_PATH, has_anthropic_header
+from prefixcache.server.http.paging import page
+from prefixcache.server.http.routes import (
     ANTHROPIC_VERSION,
+    Router,
     describes,
     limit_parameter,
     parameter,
 )
-from prefixcache.server.http.errors import MODELS_PATH, has_anthropic_header
-from prefixcache.server.http.paging import page
 from prefixcache.server.jobs.job_maker import JobMaker
 
 # Anthropic's own limit of a page.
@@ -25,9 +26,9 @@ _ANTHROPIC_CARD = {"type": "model", "id": str, "display_name": str, "created_at"
 _ANTHROPIC_CARDS = {"data": [_ANTHROPIC_CARD], "has_more": bool}
 
 
-def models_router(maker: JobMaker) -> APIRouter:
+def models_router(maker: JobMaker) -> Router:
     """The endpoints of the served model's names, and those that clients look for in vain."""
-    router, served = APIRouter(), maker.served
+    router, served = Router(), maker.served
 
     @router.get(MODELS_PATH)
     @describes(

@@ -13,15 +13,14 @@ from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fastapi import APIRouter, Request
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 
 from prefixcache.engine.weights.weights_push import DEFAULT_TIMEOUT
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.server.admin.admin import NEW_WEIGHTS, read_options, required, weights_fields
 from prefixcache.server.http.body import RequestFields, media_type
-from prefixcache.server.http.described import describes, describes_command
 from prefixcache.server.http.errors import ApiError
+from prefixcache.server.http.routes import Router, describes, describes_command
 from prefixcache.types.modes import InFlightMode
 
 if TYPE_CHECKING:
@@ -68,9 +67,9 @@ class AbortWeightsRequest(RequestFields):
     update_id: str | None = None
 
 
-def weights_push_router(engine: AsyncEngine) -> APIRouter:
+def weights_push_router(engine: AsyncEngine) -> Router:
     """The endpoints, for one engine."""
-    router, push = APIRouter(), engine.control.weights_push
+    router, push = Router(), engine.control.weights_push
     one_at_a_time = asyncio.Lock()
 
     @router.post("/weights/begin")

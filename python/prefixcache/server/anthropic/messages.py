@@ -7,8 +7,8 @@ import uuid
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
-from fastapi import APIRouter, Request
 from pydantic import BaseModel
+from starlette.requests import Request
 from starlette.responses import Response
 
 from prefixcache.exceptions import wrong
@@ -20,8 +20,8 @@ from prefixcache.server.anthropic.message_blocks import (
 )
 from prefixcache.server.anthropic.message_events import MessageForm
 from prefixcache.server.http.body import RequestFields, Strings, parse_fields
-from prefixcache.server.http.described import NAMED_EVENT, QUESTION, describes
 from prefixcache.server.http.errors import MESSAGES_PATH
+from prefixcache.server.http.routes import NAMED_EVENT, QUESTION, Router, describes
 from prefixcache.server.jobs.answers import answer
 from prefixcache.server.jobs.caching import CachingControls, anthropic_controls
 from prefixcache.server.jobs.context import Call, new_call, read_parsed
@@ -167,9 +167,9 @@ _MESSAGES = {
 }
 
 
-def messages_router(maker: JobMaker) -> APIRouter:
+def messages_router(maker: JobMaker) -> Router:
     """The endpoints, for one served model."""
-    router = APIRouter()
+    router = Router()
 
     @router.post(MESSAGES_PATH)
     @describes(

@@ -10,13 +10,12 @@ from collections.abc import AsyncIterator
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
-from fastapi import APIRouter
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from prefixcache.exceptions import InvalidRequestError
-from prefixcache.server.http.described import describes
 from prefixcache.server.http.errors import ApiError
+from prefixcache.server.http.routes import Router, describes
 from prefixcache.server.http.workers import Workers
 
 if TYPE_CHECKING:
@@ -27,9 +26,9 @@ _MOST_AT_ONCE = 4
 _RETRY_SECONDS = 5
 
 
-def kv_events_router(events: EventPublisher | None, workers: Workers) -> APIRouter:
+def kv_events_router(events: EventPublisher | None, workers: Workers) -> Router:
     """The endpoint, for the cache whose events are published."""
-    router, reading = APIRouter(), asyncio.BoundedSemaphore(_MOST_AT_ONCE)
+    router, reading = Router(), asyncio.BoundedSemaphore(_MOST_AT_ONCE)
 
     @router.get("/prefix_cache/snapshot")
     @describes("All that is cached, as a stream of msgpack objects, for readers of KV events.", str)

@@ -12,14 +12,15 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from prefixcache.diagnostics.advice import summarize
 from prefixcache.diagnostics.room import CacheDiagnostics
 from prefixcache.server.cache.prompt_body import describes_prompt, prompt_job
-from prefixcache.server.http.described import describes, limit_parameter
 from prefixcache.server.http.json_text import json_response, object_json
 from prefixcache.server.http.paging import page_limit
+from prefixcache.server.http.routes import Router, describes, limit_parameter
 from prefixcache.server.jobs.diagnosis import Diagnosis, check_may_ask, diagnostics_off
 from prefixcache.server.jobs.job_maker import JobMaker
 from prefixcache.server.openai.response_store import ResponseStore
@@ -36,9 +37,9 @@ _MISSES = {
 }
 
 
-def misses_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
+def misses_router(maker: JobMaker, store: ResponseStore) -> Router:
     """The endpoints, for one served model and the responses that a body may go on from."""
-    router = APIRouter()
+    router = Router()
 
     @router.post("/prefix_cache/explain")
     @describes_prompt(

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 
 from prefixcache.server.cache.prompt_body import describes_prompt, prompt_job
+from prefixcache.server.http.routes import Router
 from prefixcache.server.http.sse import unless_disconnected
 from prefixcache.server.jobs.answers import gathered, usage
 from prefixcache.server.jobs.diagnosis import check_may_ask
@@ -31,9 +32,9 @@ _PROMPT_ALONE = SamplingParams(max_tokens=0, temperature=0)
 _CACHED = {"prompt_tokens": int, "cached_tokens": int}
 
 
-def probe_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
+def probe_router(maker: JobMaker, store: ResponseStore) -> Router:
     """The endpoints, for one served model and the responses that a body may go on from."""
-    router = APIRouter()
+    router = Router()
 
     @router.post("/prefix_cache/probe")
     @describes_prompt("How many tokens of a request's prompt are cached now.", _CACHED)

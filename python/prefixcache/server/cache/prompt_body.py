@@ -6,12 +6,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
-from fastapi import Request
+from starlette.requests import Request
 
 from prefixcache.server.anthropic.messages import MessagesRequest, message_job, parse_message
 from prefixcache.server.http.body import RequestFields, parse_fields
-from prefixcache.server.http.described import ANTHROPIC_VERSION, Endpoint, Form, describes
 from prefixcache.server.http.errors import has_anthropic_header
+from prefixcache.server.http.routes import ANTHROPIC_VERSION, Endpoint, Form, describes
 from prefixcache.server.jobs.context import Call, new_call, read_parsed
 from prefixcache.server.jobs.field_names import fields_named
 from prefixcache.server.jobs.job_maker import Job, JobMaker

@@ -13,14 +13,15 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from prefixcache.server.dashboard.feed import Feed
 from prefixcache.server.dashboard.samples import Samples
 from prefixcache.server.dashboard.view import View
 from prefixcache.server.http.errors import ApiError
+from prefixcache.server.http.routes import Router
 from prefixcache.server.http.sse import EventStream
 from prefixcache.server.jobs.context import Lifecycle
 
@@ -56,9 +57,9 @@ _HEADERS = {
 
 def dashboard_router(
     engine: AsyncEngine, maker: JobMaker, lifecycle: Lifecycle, samples: Samples
-) -> APIRouter:
+) -> Router:
     """The endpoints, for one engine of which somebody keeps `samples`."""
-    router = APIRouter()
+    router = Router()
     diagnostics = maker.diagnostics
     history = None if diagnostics is None else diagnostics.history
     view = View(engine, maker.served, samples, history)
@@ -67,7 +68,7 @@ def dashboard_router(
         if file.suffix in _MEDIA_TYPES:
             _serve(router, _PAGES.get(file.name, f"{DASHBOARD_PATH}/assets/{file.name}"), file)
 
-    @router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+    @router.route("/", "GET", "HEAD", include_in_schema=False)
     async def root(request: Request) -> Response:
         """Leads browsers to the dashboard; HEAD tells others that a server listens."""
         if request.method == "HEAD":
@@ -90,7 +91,7 @@ def dashboard_router(
     return router
 
 
-def _serve(router: APIRouter, path: str, file: Path) -> None:
+def _serve(router: Router, path: str, file: Path) -> None:
     """Answers with a file, which is read now and does not change while the server runs."""
     content = file.read_bytes()
     tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
@@ -101,4 +102,4 @@ def _serve(router: APIRouter, path: str, file: Path) -> None:
             return Response(status_code=HTTPStatus.NOT_MODIFIED, headers=headers)
         return Response(content, headers=headers, media_type=_MEDIA_TYPES[file.suffix])
 
-    router.add_api_route(path, answer, methods=["GET", "HEAD"], include_in_schema=False)
+    router.route(path, "GET", "HEAD", include_in_schema=False)(answer)

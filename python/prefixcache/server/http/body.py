@@ -7,6 +7,7 @@ which means that it is left out.
 from __future__ import annotations
 
 import reprlib
+import threading
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Annotated, Any, ClassVar, TypeVar, cast
@@ -23,6 +24,7 @@ from prefixcache.server.options.limits import MAX_BODY_BYTES, MAX_NUMBERS, MAX_O
 
 # What is read and thrown away so that a client that only listens after sending sees the answer.
 _MAX_DRAINED_BYTES = 256 * 2**20
+_MAKING = threading.Lock()
 
 Strings = Annotated[list[str], Field(fail_fast=True)]
 """Without it each wrong entry is an error of its own: a million of them take a gigabyte."""
@@ -30,7 +32,7 @@ Strings = Annotated[list[str], Field(fail_fast=True)]
 _TYPE_TAGS = ("str", "int", "float", "bool", "none", "list[", "dict[", "function-")
 
 
-class RequestFields(BaseModel, strict=True, extra="allow"):
+class RequestFields(BaseModel, strict=True, extra="allow", defer_build=True):
     """`no_effect` names fields that change nothing here; `refused` those that would have to.
 
     A refused field may be given with one of the values listed for it, which ask for nothing.
@@ -76,11 +78,19 @@ def parse_fields(values: dict[str, Any], model: type[Fields]) -> Fields:
     """A JSON object as an instance of `model`."""
     model.check_lengths(values)
     try:
-        fields = model.model_validate(values)
+        fields = prepared(model).model_validate(values)
     except ValidationError as error:
         raise invalid_field(error) from None
     fields.check_other_fields()
     return fields
+
+
+def prepared(model: type[Fields]) -> type[Fields]:
+    """The model with what checks its fields, which is made once, and not as a server starts."""
+    if not model.__pydantic_complete__:
+        with _MAKING:
+            model.model_rebuild()
+    return model
 
 
 def parse_object(body: bytes) -> dict[str, Any]:

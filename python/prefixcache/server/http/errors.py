@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any, cast
 
-from fastapi import Request
-from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
 from prefixcache.config.checked import shortened
@@ -203,7 +202,7 @@ def is_unexpected(error: Exception) -> bool:
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
-    """Answers an unknown route or method, where FastAPI would in a form of its own."""
+    """Answers an unknown route or method, which Starlette does in plain text."""
     error = cast("HTTPException", error)
     status = HTTPStatus(error.status_code)
     message, code = f"{status.phrase}: {request.method} {request.url.path}", None

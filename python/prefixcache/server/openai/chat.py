@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from prefixcache.diagnostics.spans import PromptSource
 from prefixcache.exceptions import InvalidRequestError, wrong
-from prefixcache.server.http.described import CHOICES, EVENT, QUESTION, describes
+from prefixcache.server.http.routes import CHOICES, EVENT, QUESTION, Router, describes
 from prefixcache.server.jobs.answers import AnswerChoice, answer
 from prefixcache.server.jobs.caching import (
     CachingControls,
@@ -40,9 +40,9 @@ from prefixcache.types.structured_output import StructuredOutput
 from prefixcache.types.token_ids import TokenIds
 
 
-def chat_router(maker: JobMaker) -> APIRouter:
+def chat_router(maker: JobMaker) -> Router:
     """The endpoint, for one served model."""
-    router = APIRouter()
+    router = Router()
 
     @router.post("/v1/chat/completions")
     @describes(

@@ -7,13 +7,13 @@ import heapq
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from prefixcache.diagnostics.spans import PromptSource
 from prefixcache.exceptions import wrong
 from prefixcache.server.http.body import parse_fields
-from prefixcache.server.http.described import CHOICES, EVENT, PROMPT, describes
+from prefixcache.server.http.routes import CHOICES, EVENT, PROMPT, Router, describes
 from prefixcache.server.jobs.answers import AnswerChoice, answer
 from prefixcache.server.jobs.caching import openai_controls, prompt_caching
 from prefixcache.server.jobs.context import Call, new_call, read_parsed
@@ -32,9 +32,9 @@ from prefixcache.types.token_ids import TokenIds
 _DEFAULT_MAX_TOKENS = 16
 
 
-def completions_router(maker: JobMaker) -> APIRouter:
+def completions_router(maker: JobMaker) -> Router:
     """The endpoint, for one served model."""
-    router = APIRouter()
+    router = Router()
 
     @router.post("/v1/completions")
     @describes(

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from prefixcache.exceptions import wrong
 from prefixcache.server.http.body import parse_fields
-from prefixcache.server.http.described import NUMBER, PROMPT, describes
 from prefixcache.server.http.json_text import json_response, object_json
+from prefixcache.server.http.routes import NUMBER, PROMPT, Router, describes
 from prefixcache.server.jobs.context import read_parsed
 from prefixcache.server.jobs.encode import parse_prompts
 from prefixcache.server.jobs.field_names import fields_named
@@ -31,9 +31,9 @@ class EmbeddingRequest(PooledFields):
     dimensions: int | None = None
 
 
-def embeddings_router(maker: JobMaker) -> APIRouter:
+def embeddings_router(maker: JobMaker) -> Router:
     """The endpoint, for one served model."""
-    router = APIRouter()
+    router = Router()
 
     @router.post("/v1/embeddings")
     @describes(

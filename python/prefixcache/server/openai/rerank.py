@@ -10,12 +10,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi import APIRouter, Request
 from pydantic import BaseModel
+from starlette.requests import Request
 
 from prefixcache.exceptions import wrong
 from prefixcache.server.http.body import Strings
-from prefixcache.server.http.described import NUMBER, describes
+from prefixcache.server.http.routes import NUMBER, Router, describes
 from prefixcache.server.jobs.context import read_fields
 from prefixcache.server.jobs.field_names import fields_named
 from prefixcache.server.jobs.job_maker import Job, JobMaker
@@ -58,9 +58,9 @@ class ScoreRequest(PooledFields):
     instruction: str | None = None
 
 
-def rerank_router(maker: JobMaker) -> APIRouter:
+def rerank_router(maker: JobMaker) -> Router:
     """The endpoints, for one served model."""
-    router = APIRouter()
+    router = Router()
 
     @router.post("/rerank", include_in_schema=False)
     @router.post("/v2/rerank", include_in_schema=False)

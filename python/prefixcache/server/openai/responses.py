@@ -10,19 +10,25 @@ from functools import cached_property, partial
 from http import HTTPStatus
 from typing import Any, ClassVar, Literal
 
-from fastapi import APIRouter, Request
 from pydantic import PrivateAttr
 from pydantic_core import from_json, to_json
+from starlette.requests import Request
 from starlette.responses import Response
 
 from prefixcache._core import parse_json
 from prefixcache.exceptions import wrong
 from prefixcache.server.http.access import Caller
 from prefixcache.server.http.body import RequestFields, Strings, parse_fields
-from prefixcache.server.http.described import NAMED_EVENT, describes, limit_parameter, parameter
 from prefixcache.server.http.errors import RESPONSES_PATH, ApiError
 from prefixcache.server.http.json_text import Written, json_response, json_text, object_json
 from prefixcache.server.http.paging import page
+from prefixcache.server.http.routes import (
+    NAMED_EVENT,
+    Router,
+    describes,
+    limit_parameter,
+    parameter,
+)
 from prefixcache.server.jobs.answers import answer
 from prefixcache.server.jobs.caching import CachingControls
 from prefixcache.server.jobs.context import Call, new_call, read_fields
@@ -223,9 +229,9 @@ _RESPONSE = {
 }
 
 
-def responses_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
+def responses_router(maker: JobMaker, store: ResponseStore) -> Router:
     """The endpoints, for one served model."""
-    router = APIRouter()
+    router = Router()
 
     @router.post(RESPONSES_PATH)
     @describes(

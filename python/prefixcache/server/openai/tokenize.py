@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from prefixcache.server.http.body import parse_fields
-from prefixcache.server.http.described import TOKENS, describes
 from prefixcache.server.http.json_text import json_response, list_json, text_json
+from prefixcache.server.http.routes import TOKENS, Router, describes
 from prefixcache.server.jobs.context import read_fields, read_parsed
 from prefixcache.server.jobs.job_maker import JobMaker
 from prefixcache.server.jobs.params import check_ids
@@ -23,9 +23,9 @@ from prefixcache.server.openai.protocol import (
 from prefixcache.types.token_ids import TokenIds
 
 
-def tokenize_router(maker: JobMaker) -> APIRouter:
+def tokenize_router(maker: JobMaker) -> Router:
     """The endpoints, for one served model."""
-    router = APIRouter()
+    router = Router()
     workers = maker.workers
 
     @router.post("/tokenize")

@@ -1,4 +1,4 @@
-"""Flags of `prefixcache serve` other than those of the engine. Nothing here imports FastAPI."""
+"""Flags of `prefixcache serve` other than those of the engine. Nothing here imports Starlette."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a route says of itself in `/openapi.json`, beyond what FastAPI knows.
+"""Which function answers which path, and what it says of itself in `/openapi.json`.
 
 The endpoints read bodies themselves, within their limits, so each names the models that check its
 body. Answers are described by their members that are always there, each by its form: `str`, `bool`,
@@ -8,11 +8,18 @@ possible forms, a mapping of members, `dict` for an object of any, `None`, or `R
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel
+from pydantic_core import to_json
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 Schema = dict[str, Any]
 Form = Any
@@ -130,3 +137,62 @@ def describes_command(
 def description_of(endpoint: Callable[..., Any]) -> Description:
     """What was said of the endpoint."""
     return vars(endpoint).get("description") or Description()
+
+
+class Router:
+    """Routes, in the order in which they are tried.
+
+    An endpoint takes the parameters of its path by name, and the `request` if it names that. What
+    it returns is the answer, or is written as JSON. One that is not async runs in a thread.
+    """
+
+    def __init__(self) -> None:
+        self.routes: list[Route] = []
+
+    def get(self, path: str, **options: Any) -> Callable[[Endpoint], Endpoint]:
+        """See `route`."""
+        return self.route(path, "GET", **options)
+
+    def post(self, path: str, **options: Any) -> Callable[[Endpoint], Endpoint]:
+        """See `route`."""
+        return self.route(path, "POST", **options)
+
+    def delete(self, path: str, **options: Any) -> Callable[[Endpoint], Endpoint]:
+        """See `route`."""
+        return self.route(path, "DELETE", **options)
+
+    def route(
+        self, path: str, *methods: str, summary: str = "", include_in_schema: bool = True
+    ) -> Callable[[Endpoint], Endpoint]:
+        """Adds the function below it, of which `summary` may be said here."""
+
+        def add(function: Endpoint) -> Endpoint:
+            answer = _answering(function)
+            if summary:
+                describes(summary)(answer)
+            route = Route(path, answer, include_in_schema=include_in_schema)
+            route.methods = {*methods}  # given to `Route`, GET would answer HEAD too
+            self.routes.append(route)
+            return function
+
+        return add
+
+
+def _answering(function: Callable[..., Any]) -> Callable[..., Any]:
+    takes_request = "request" in inspect.signature(function).parameters
+    is_async = inspect.iscoroutinefunction(function)
+
+    @wraps(function)
+    async def answer(request: Request) -> Response:
+        given = dict(request.path_params)
+        if takes_request:
+            given["request"] = request
+        if is_async:
+            result = await function(**given)
+        else:
+            result = await run_in_threadpool(function, **given)
+        if isinstance(result, Response):
+            return result
+        return Response(to_json(result, inf_nan_mode="null"), media_type="application/json")
+
+    return answer

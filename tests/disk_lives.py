@@ -1,12 +1,12 @@
-"""Short lives of a disk tier without a model: each of its calls on files fails, or is its last.
+"""Short lives of a disk behind a kept file, without a model: each call on files fails or is last.
 
     python tests/disk_lives.py FOLDER fail|kill [EVERY]
     python tests/disk_lives.py FOLDER share NUMBER
 
 Compiles failing_files.c, and runs itself with it. Of one life after the other over the same folder
 the n-th call fails (EIO, ENOSPC), or ends the process with SIGKILL; then the next life looks at
-what is there. Blocks that come from the disk must be as they were written, what was cleared must be
-gone, and no reference may be lost. Prints how many calls there were.
+what is there. Blocks of the disk and of the kept file must be as they were written, what was
+cleared must be gone, and no reference may be lost. Prints how many calls there were.
 
 Of two that share the folder at a time, each with a number, no call may fail.
 """
@@ -29,10 +29,14 @@ from pathlib import Path
 import numpy as np
 
 from prefixcache._core import BlockStaging, PrefixCache
+from prefixcache.kv.kv_folder import FileLayout, KeptFile, open_kept_file
 from prefixcache.kv.tiers.disk_store import DiskStore, void
 from prefixcache.kv.tiers.disk_tier import DiskTier, block_key
 
 NUM_BLOCKS, BLOCK_BYTES, TENSORS = 8, 4096, 2
+LAYOUT = FileLayout(
+    facts={}, num_tensors=TENSORS, block_bytes=BLOCK_BYTES, max_blocks=NUM_BLOCKS, block_tokens=16
+)
 MIB = 1 << 20
 SCOPE = b"s" * 16
 
@@ -43,7 +47,7 @@ def keys_of(hashes: Sequence[bytes]) -> list[bytes]:
 
 
 class Tiered:
-    """A cache of seven blocks of 16 tokens, and a disk behind it."""
+    """A cache of seven blocks of 16 tokens, in a file in `kept` if given, and a disk behind it."""
 
     def __init__(
         self,
@@ -53,15 +57,21 @@ class Tiered:
         queue_bytes: int = MIB,
         weights: str = "blake3:a",
         starts: bool = True,
+        kept: Path | None = None,
         open_store: Callable[..., DiskStore] = DiskStore,
     ) -> None:
-        self.kv = np.zeros((TENSORS, NUM_BLOCKS, BLOCK_BYTES), np.uint8)
+        self.file = kept and open_kept_file(kept, LAYOUT, NUM_BLOCKS, None)
+        self.kv = tensors_in(self.file)
         addresses = [tensor.ctypes.data for tensor in self.kv]
         self.staging = BlockStaging(
             addresses, BLOCK_BYTES, NUM_BLOCKS, queue_bytes, min_uses, self.kv
         )
         self.cache = PrefixCache(NUM_BLOCKS, 16, weights=weights, retention_budget=1.0, model="m")
-        self.cache.stage_evicted(self.staging)
+        self.num_restored = 0
+        if self.file is None:
+            self.cache.stage_evicted(self.staging)
+        else:
+            self.num_restored, _ = self.cache.keep_in(self.file.core, self.staging)
         self.now = 0.0
         self.tier = DiskTier(
             self.staging,
@@ -122,6 +132,18 @@ class Tiered:
         loaded = self.load(hashes[:count]) if count else []
         assert loaded == expected[: len(loaded)], "a block holds others' bytes"
 
+    def check_memory(self, first: int) -> int:
+        """What hits of a prompt in memory is what was computed of it; how many blocks."""
+        sequence = self.cache.new_sequence(self.tokens(first))
+        hits = self.cache.count_prefix_hits(sequence)
+        taken = self.cache.commit_prefix_plan(sequence, hits, 0) if hits else 0
+        blocks = self.kv[:, sequence.block_table()] if taken else self.kv[:, :0]
+        numbers = [(first + place) % 251 for place in range(taken // 16)]
+        assert (blocks == np.array(numbers).reshape(1, -1, 1)).all(), "a block is another's"
+        if hits:
+            self.cache.release([sequence])
+        return len(numbers)
+
     def load(self, hashes: Sequence[bytes]) -> list[int]:
         """Numbers of the first bytes of the blocks that came back."""
         sequence = self.cache.new_sequence(self.tokens(0, len(hashes)))
@@ -134,6 +156,16 @@ class Tiered:
         assert (blocks == numbers[:, None]).all(), "a block is torn"
         self.cache.release([sequence])
         return numbers.tolist()
+
+
+def tensors_in(file: KeptFile | None) -> np.ndarray:
+    """The bytes of all blocks [tensor, block, byte]."""
+    shape = (TENSORS, NUM_BLOCKS, BLOCK_BYTES)
+    if file is None:
+        return np.zeros(shape, np.uint8)
+    first, second = (np.frombuffer(pages, np.uint8) for pages in file.maps)
+    between = second.ctypes.data - first.ctypes.data
+    return np.lib.stride_tricks.as_strided(first, shape, (between, BLOCK_BYTES, 1))
 
 
 class Lives:
@@ -153,10 +185,14 @@ class Lives:
 
     def live(self) -> None:
         """Finds what the life before left, writes more, clears, and ends."""
-        tiered = Tiered(self.folder)
+        # What the library counts are calls on paths that begin as the folder's does.
+        tiered = Tiered(self.folder, kept=self.folder.with_name(f"{self.folder.name}-kept"))
         tiered.until(lambda: tiered.tier._is_listed or tiered.tier.counts().failures)
         for number in range(3):
-            assert not tiered.count(tiered.hashes(self.prompt(number, age=1))), "cleared"
+            cleared = self.prompt(number, age=1)
+            assert not tiered.count(tiered.hashes(cleared)), "cleared"
+            assert not tiered.check_memory(cleared), "cleared"
+            self.shared[8] |= tiered.check_memory(self.prompt(number)) > 0
         for _ in range(2):
             for number in range(3):
                 tiered.check(self.prompt(number))
@@ -166,6 +202,7 @@ class Lives:
         tiered.tier.forget()
         self.shared[:8] = (self.num_clears + 1).to_bytes(8, "little")
         self.write_again(tiered)
+        self.leave_in_memory(tiered)
         tiered.tier.close()
         tiered.cache.validate()
         assert tiered.cache.num_free_blocks == NUM_BLOCKS - 1
@@ -182,6 +219,14 @@ class Lives:
             tiered.tier.nudge()
             tiered.until(lambda n=failures: tiered.count(hashes) or counts().failures > n)
         tiered.check(self.prompt(0))
+
+    def leave_in_memory(self, tiered: Tiered) -> None:
+        """Of the blocks that the file has kept one call at most has failed."""
+        core = None if tiered.file is None else tiered.file.core
+        before = core.counts()["kept"] if core else 0
+        tiered.compute(self.prompt(0))
+        while core and core.counts()["kept"] < before + 6:
+            pass
 
 
 def run(folder: Path, how: str, every: int) -> int:
@@ -201,6 +246,7 @@ def run(folder: Path, how: str, every: int) -> int:
                 os._exit(2)
         _, status = os.waitpid(child, 0)
         if status == 0:
+            assert lives.shared[8], "no life has hit what another one kept"
             return number
         if status not in (signal.SIGKILL, 1 << 8):
             sys.exit(f"life {number} ended with {status}")

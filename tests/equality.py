@@ -118,6 +118,7 @@ class Counts:
     block_differences: int = 0
     hit_tokens: int = 0
     disk_tokens: int = 0
+    restored: int = 0
     chunks: int = 0
     preemptions: int = 0
     evictions: int = 0
@@ -184,6 +185,7 @@ class Schedule:
     interruptions: tuple[tuple[int, Interruption], ...] = ()
     speculates: bool = False
     disk: Path | None = None
+    kept: Path | None = None
 
 
 def random_schedule(seed: int, *, speculates: bool = False) -> Schedule:
@@ -211,8 +213,8 @@ def random_schedule(seed: int, *, speculates: bool = False) -> Schedule:
     )
 
 
-def schedule_on_disk(seed: int, disk: Path) -> Schedule:
-    """More requests over a longer time than memory has room for."""
+def schedule_on_disk(seed: int, disk: Path, kept: Path | None = None) -> Schedule:
+    """More requests over a longer time than memory has room for, which lies in `kept` if given."""
     choose, schedule = random.Random(seed), random_schedule(seed)
     arrivals = tuple(choose.randrange(200) for _ in range(16))
     return replace(
@@ -223,6 +225,7 @@ def schedule_on_disk(seed: int, disk: Path) -> Schedule:
         block_size=16,
         enable_prefix_caching=True,
         disk=disk,
+        kept=kept,
     )
 
 
@@ -451,6 +454,8 @@ class Bench:
         different = sum(not answers[r.request_id].agrees(right) for r, right in expected)
         engine.close()
         gauges = engine.metrics.gauges()
+        if engine._cache.file is not None:
+            engine._cache.file.close()
         return Counts(
             outputs=len(answers),
             blocks=self._witness.compared - compared,
@@ -458,6 +463,7 @@ class Bench:
             block_differences=self._witness.differences - differing,
             hit_tokens=gauges.num_hit_tokens,
             disk_tokens=gauges.loads.tokens if gauges.loads else 0,
+            restored=gauges.file.restored if gauges.file else 0,
             chunks=self._chunks,
             preemptions=gauges.num_preemptions,
             evictions=engine.control.stats()["evictions"],
@@ -577,6 +583,7 @@ def make_engine(
             merge_duplicate_blocks=schedule.merge_duplicate_blocks,
             disk_cache_memory=None if schedule.disk is None else 1 << 28,
             disk_cache_dir=schedule.disk,
+            kv_cache_dir=schedule.kept,
             disk_cache_min_uses=1 if schedule.disk is None else 1 + schedule.seed % 2,
         ),
         scheduler=SchedulerConfig(

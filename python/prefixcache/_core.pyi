@@ -610,8 +610,11 @@ class PrefixCache:
 
         Each hit of content ends a gap, which began when a holder hit it or gave it up.
         """
-    def keep_in(self, file: KVFile) -> tuple[int, int]:
+    def keep_in(self, file: KVFile, staging: BlockStaging | None = None) -> tuple[int, int]:
         """Restore what `file` has kept, and keep there what is published from now on.
+
+        With `staging` also do what `stage_evicted` does. Of another process' blocks it gives those
+        alone that are as that process wrote them, whether or not they were compared before.
 
         Once, before the cache's first use: RuntimeError otherwise. ValueError where several threads
         may write. The pool's KV lies in the file. Returns how many blocks were restored, and how
@@ -897,7 +900,10 @@ class BlockStaging:
         does not have.
         """
     def counts(self) -> dict[str, int]:
-        """Blocks so far: staged, dropped without room, skipped as not worth it, and damaged."""
+        """Blocks so far: staged, dropped without room, skipped as not worth it, and damaged.
+
+        Damaged are those that the tier, or another process, left with other bytes than it wrote.
+        """
 
 @final
 class LaidOutFile:

@@ -235,7 +235,7 @@ class Run:
         self.file: KeptFile | None = None
         if folder is not None:
             self.file = self.engine._pool.memory.file
-            self.cache.keep_in(self.file)
+            self.cache.start_tiers(self.file)
             self.file.commit_blocks = 1  # Longer hits wait until their blocks were read.
         self.least_blocks = setup.num_blocks
         self.reference = ReferenceCache(setup.num_blocks, BLOCK, setup.groups)

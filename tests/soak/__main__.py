@@ -54,9 +54,10 @@ class Soak:
         self.tally = Tally()
         self._quiet = Lives(self._folders, _QUIET_FLAGS, folder / "faults", folder / "quiet")
         kept = folder / "kv" if options.kv_cache_dir or options.disk_cache else None
-        flags = _flags(folder, kept, on_disk=options.disk_cache)
+        flags = _flags(folder, kept, options)
+        limit = _KEPT_BYTES * (options.kv_cache_dir + options.disk_cache)
         self.lives = Lives(self._folders, flags, folder / "faults", folder / "logs")
-        self.watch = Watch(self.lives, self.tally, ADMIN, _USUAL_BLOCKS, Kept(kept, _KEPT_BYTES))
+        self.watch = Watch(self.lives, self.tally, ADMIN, _USUAL_BLOCKS, Kept(kept, limit))
         points = (*POINTS, *(STORE_POINTS if options.disk_cache else ()))
         self._operator = Operator(
             self.lives, self.tally, self._folders, broken, _SIZES, points, ADMIN, self._choose
@@ -185,7 +186,7 @@ class Soak:
             await self._quiet.stop()
 
 
-def _flags(folder: Path, kept: Path | None, *, on_disk: bool) -> list[str | Path]:
+def _flags(folder: Path, kept: Path | None, options: Options) -> list[str | Path]:
     limits = {
         "max-num-seqs": 16,
         "max-num-batched-tokens": 256,
@@ -203,10 +204,10 @@ def _flags(folder: Path, kept: Path | None, *, on_disk: bool) -> list[str | Path
         "admin-api-key": ADMIN,
         "allowed-model-dirs": folder,
     }
-    if on_disk:
+    if options.disk_cache:
         limits |= {"disk-cache-dir": kept, "disk-cache-memory": _KEPT_BYTES}
         limits["disk-cache-min-uses"] = 1
-    elif kept is not None:
+    if options.kv_cache_dir:
         limits |= {"kv-cache-dir": kept, "kv-cache-dir-size": _KEPT_BYTES}
         limits["kv-cache-max-memory"] = _KEPT_BYTES * 3 // 4
     flags = [part for name, value in limits.items() for part in (f"--{name}", str(value))]

@@ -287,7 +287,7 @@ class CacheConfig(Checked):
     kv_cache_dir: FolderPath | None = flag(
         None,
         "Folder to keep the cache in, on a CPU, so that it survives restarts and kill -9; see "
-        "docs/guides/restart.md.",
+        "docs/guides/disk.md.",
         "Cache",
         shown="the cache is kept in memory alone",
         metavar="<folder>",
@@ -393,16 +393,10 @@ class CacheConfig(Checked):
             )
 
     def _check_folders(self) -> None:
-        """At most one of what keeps or records blocks is given, and none alone that needs it."""
-        names = ("max_weight_staleness", "disk_cache_memory", "record_trace", "kv_cache_dir")
+        """What excludes each other is not given together, and nothing alone that needs another."""
+        names = ("max_weight_staleness", "record_trace", "disk_cache_memory", "kv_cache_dir")
         given = [name for name in names if getattr(self, name)]
-        if given == ["disk_cache_memory", "kv_cache_dir"]:
-            raise FieldError(
-                given[0],
-                "excludes kv_cache_dir: give it alone where prefixes do not fit into memory, and "
-                "kv_cache_dir alone where they do and a restart is to find them.",
-            )
-        if given[1:]:
+        if given[1:] and given[0] in names[:2]:
             raise FieldError(given[0], f"excludes {given[1]}.")
         for name, needed in (
             ("kv_cache_dir_size", "kv_cache_dir"),

@@ -35,7 +35,7 @@ from prefixcache.kv.recordings.recording import CacheRecorder
 from prefixcache.kv.recordings.trace_writer import TraceWriter
 from prefixcache.kv.retention import Retention
 from prefixcache.kv.specs import KVLayout
-from prefixcache.kv.tiers.host_blocks import make_disk_tier
+from prefixcache.kv.tiers.host_blocks import disk_folder, make_disk_tier
 from prefixcache.models.checkpoint import model_digest
 from prefixcache.models.gguf.index import has_index, read_index
 from prefixcache.models.hub import check_complete, read_config, resolve_model
@@ -110,8 +110,7 @@ def build(
     retention = Retention.of(config, kv.layout.kinds)
     writer = _trace_writer(config.cache)
     cache = _make_cache(config, model, spec, kv, retention, writer)
-    if kv.file is not None:
-        _restore(cache, kv.file)
+    _start_tiers(cache, kv.file, config.cache)
     arithmetic = _all_arithmetic(config, model, spec)
     scheduler = _make_scheduler(config, model, cache, runner, spec.max_model_len)
     log_pins = partial(
@@ -238,16 +237,23 @@ def _make_cache(
     )
 
 
-def _restore(cache: CacheManager, file: KeptFile) -> None:
+def _start_tiers(cache: CacheManager, file: KeptFile | None, config: CacheConfig) -> None:
     begun = time.perf_counter()
-    cache.keep_in(file)
-    logger.info(
-        "The KV cache is kept in %s: %d blocks were restored, %d dropped, in %.0f ms.",
-        file.path,
-        file.num_restored,
-        file.num_dropped,
-        (time.perf_counter() - begun) * 1000,
-    )
+    cache.start_tiers(file)
+    if file is not None:
+        logger.info(
+            "The KV cache is kept in %s: %d blocks were restored, %d dropped, in %.0f ms.",
+            file.path,
+            file.num_restored,
+            file.num_dropped,
+            (time.perf_counter() - begun) * 1000,
+        )
+    if cache.disk is not None:
+        logger.info(
+            "Blocks that are evicted go to the disk of %s, up to %.2f GiB of them.",
+            disk_folder(config),
+            (config.disk_cache_memory or 0) / 2**30,
+        )
 
 
 def _make_scheduler(

@@ -90,19 +90,23 @@ class CacheManager:
         self._sequences: dict[str, CoreSequence] = {}
         self._unhashed: set[str] = set()
         recorder.begin(core, settings, self._retention, merges=merge_twins)
-        if disk is not None:
-            core.stage_evicted(disk.staging)
-            disk.start()
 
-    def keep_in(self, file: KeptFile) -> None:
-        """Restores what the file has kept, and keeps there what is published from now on.
+    def start_tiers(self, file: KeptFile | None = None) -> None:
+        """Lets what is evicted go to the disk from now on.
 
-        Before the first request. The pool's KV lies in the file. Ends pins that are more than the
-        rules of today allow.
+        With a `file`, in which the pool's KV lies, also restores what that has kept, and keeps
+        there what is published; ends pins that are more than the rules of today allow. Before the
+        first request.
         """
-        file.num_restored, file.num_dropped = self.core.keep_in(file.core)
-        self._pins.end_beyond_share()
-        self.file = file
+        staging = None if self.disk is None else self.disk.staging
+        if file is not None:
+            file.num_restored, file.num_dropped = self.core.keep_in(file.core, staging)
+            self._pins.end_beyond_share()
+            self.file = file
+        elif staging is not None:
+            self.core.stage_evicted(staging)
+        if self.disk is not None:
+            self.disk.start()
 
     def close(self, *, waits: bool = True) -> None:
         """Ends what runs along with the cache: a recording, a disk tier. From any thread.

@@ -164,9 +164,10 @@ class Admission:
                 state.num_cached_tokens = hits
                 self._note_window_misses(state, self._lost_to_windows(state, matched, most))
             return AdmissionResult.BELOW_THRESHOLD
-        if self._reads.must_wait(state, hits):
-            return AdmissionResult.WAITS_FOR_BLOCKS
         plan = self._loads.plan(state, hits, most)
+        upto = plan.upto if plan is not None and plan.is_sooner else hits
+        if self._reads.must_wait(state, upto):
+            return AdmissionResult.WAITS_FOR_BLOCKS
         if (
             plan is not None
             and plan.is_sooner

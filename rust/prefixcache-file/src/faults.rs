@@ -11,6 +11,8 @@ pub(crate) enum Fault {
     RecordFirst,
     /// Bytes are not compared with their checksum.
     NoChecksum,
+    /// Bytes that another process left go to a tier as they are.
+    StageUnread,
     /// Records of an earlier epoch count.
     StaleEpoch,
     /// A clear does not reach the file.

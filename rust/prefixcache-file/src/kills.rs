@@ -4,14 +4,17 @@
 //! from a chosen write on nothing reaches the file any more, as after `kill -9`. The next process restores what there
 //! is; each block that it hits must have the bytes of its key, and the key must have been published since the last
 //! clear, under weights that are named by their content. For a power loss some of the last writes are undone first.
+//! What is evicted goes on to a tier, which must get nothing else.
 
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::ops::Range;
 use std::os::fd::FromRawFd;
 use std::os::unix::fs::FileExt;
+use std::ptr::NonNull;
 use std::sync::atomic::Ordering::Relaxed;
 
+use memmap2::MmapOptions;
 use prefixcache_core::backing::{KeptBlock, KeptHint};
 use prefixcache_core::band::Band;
 use prefixcache_core::events::{BlockTokens, Change, ShortHash};
@@ -23,6 +26,7 @@ use prefixcache_oracle::random::Random;
 
 use crate::faults::Fault;
 use crate::layout::{Layout, OpenError};
+use crate::staging::{Memory, Staging};
 use crate::{FORMAT_VERSION, KvFile, checker, describe};
 
 pub(crate) const NUM_BLOCKS: usize = 12;
@@ -89,8 +93,36 @@ fn hint_fits(kept: &KeptBlock) -> bool {
     })
 }
 
+/// Room for that many evicted blocks of a file.
+fn staging_of(file: &File, kv: &KvFile, room: usize) -> Staging {
+    let map = MmapOptions::new().map_raw(file).unwrap();
+    let place = |tensor| NonNull::new(map.as_mut_ptr().wrapping_add(kv.tensor_at(tensor) as usize));
+    let memory = Memory {
+        tensors: (0..NUM_TENSORS).filter_map(place).collect(),
+        block_bytes: BLOCK_BYTES as usize,
+        num_blocks: NUM_BLOCKS,
+        owner: Box::new(map),
+    };
+    let capacity = room * memory.value_bytes();
+    // SAFETY: the owner maps the whole file, and the test's one thread alone writes to it.
+    unsafe { Staging::new(memory, capacity, 1) }
+}
+
+/// The blocks that a tier takes, each with whether it has the bytes of its key.
+fn staged(staging: &Staging) -> Vec<(u64, bool)> {
+    let (era, _) = staging.era();
+    let taken = [staging.take(9, era), staging.take_ahead(9, era)].into_iter().flatten();
+    let is_right = |(key, value): (BlockKey, Vec<u8>)| {
+        let number = number(&key);
+        let bytes: Vec<u8> = (0..NUM_TENSORS).flat_map(|tensor| bytes_of(number, tensor)).collect();
+        (number, value.starts_with(&bytes))
+    };
+    taken.map(is_right).collect()
+}
+
 struct Process {
     file: KvFile,
+    staging: Staging,
     data: File,
     pool: Writer,
     moves: Moves,
@@ -126,7 +158,8 @@ impl Process {
         injected.fault = fault;
         let kept = kv.take_kept(NUM_BLOCKS, 1);
         let mut pool = Writer::new(PoolConfig::new(NUM_BLOCKS)).unwrap();
-        let restored = pool.keep_in(kv.store(), &kept.blocks).unwrap();
+        let staging = staging_of(file, &kv, 3);
+        let restored = pool.keep_in(kv.store_with(&staging, &kept.blocks), &kept.blocks).unwrap();
         assert_eq!(restored, kept.blocks.len());
         pool.set_durable(true);
         let events = pool.keep_events(BLOCK_TOKENS).unwrap().take(usize::MAX);
@@ -135,6 +168,7 @@ impl Process {
         let wrong = kept.blocks.iter().filter(|kept| !hint_fits(kept));
         Self {
             file: kv,
+            staging,
             data: file.try_clone().unwrap(),
             pool,
             moves: Moves::default(),
@@ -204,6 +238,15 @@ impl Process {
         }
         if random.below(3) == 0 {
             self.file.table().check_next();
+        }
+        self.stage();
+    }
+
+    fn stage(&mut self) {
+        let wrong = staged(&self.staging).into_iter().filter(|(_, is_right)| !is_right);
+        let failures = wrong.map(|(number, _)| format!("{number} is wrong on the tier"));
+        if !self.is_dead() {
+            self.failures.extend(failures);
         }
     }
 
@@ -335,6 +378,7 @@ impl Process {
             }
         }
         self.failures.append(&mut failures);
+        self.stage();
         self.pool.validate().unwrap();
         self.published.len()
     }
@@ -423,6 +467,7 @@ fn planted_faults_are_found() {
         (Fault::StaleEpoch, false),
         (Fault::KeepTags, false),
         (Fault::NoChecksum, true),
+        (Fault::StageUnread, true),
     ] {
         assert_ne!(all_failures(fault, power_loss), [""; 0], "{fault:?}");
     }
@@ -619,6 +664,24 @@ fn blocks_that_a_hit_waits_for_are_read_before_it() {
         [true, false, true]
     );
     assert_eq!((kv.counts().checked, kv.counts().failed), (1, 1));
+}
+
+#[test]
+fn a_damaged_block_that_nobody_has_read_is_not_for_the_tier() {
+    for is_evicted in [false, true] {
+        let (file, kv) = restored_pair();
+        let staging = staging_of(&file, &kv, 1 + usize::from(is_evicted));
+        let kept = kv.take_kept(NUM_BLOCKS, 1).blocks;
+        let store = kv.store_with(&staging, &kept);
+        store.resized(2);
+        for KeptBlock { block, band, pinned, .. } in kept {
+            store.queued(block, band, pinned);
+            if is_evicted {
+                store.withdrawn(block);
+            }
+        }
+        assert_eq!((staged(&staging), staging.counts().damaged), (vec![(1, true)], 1));
+    }
 }
 
 #[test]

@@ -6,11 +6,13 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use prefixcache_core::backing::BackingStore;
+use prefixcache_core::backing::{BackingStore, KeptBlock};
 
+use crate::both::Both;
 use crate::checker::Checker;
 use crate::layout::{Layout, OpenError, describe};
 use crate::space;
+use crate::staging::Staging;
 use crate::table::{Kept, Table};
 
 /// Lifetime counts of this process.
@@ -94,6 +96,12 @@ impl KvFile {
     #[must_use]
     pub fn store(&self) -> Arc<dyn BackingStore> {
         Arc::<Table>::clone(&self.table)
+    }
+
+    /// What a pool reports to of which evicted blocks go to `staging` too, those `kept` from another process as well.
+    #[must_use]
+    pub fn store_with(&self, staging: &Staging, kept: &[KeptBlock]) -> Arc<dyn BackingStore> {
+        Arc::new(Both::new(Arc::clone(&self.table), staging.clone(), kept))
     }
 
     /// Blocks with a valid record, and those of them whose bytes are not those of the record, where it `reads` them.

@@ -20,6 +20,8 @@
 #![cfg_attr(loom, allow(dead_code))]
 
 #[cfg(not(loom))]
+mod both;
+#[cfg(not(loom))]
 mod checker;
 #[cfg(not(loom))]
 mod faults;

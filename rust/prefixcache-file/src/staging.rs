@@ -63,6 +63,8 @@ impl Memory {
 struct Content {
     key: BlockKey,
     era: u64,
+    /// Of content of another process: the sum that its bytes should have, which a copy is compared with.
+    sum: Option<u64>,
     uses: u32,
     band: Band,
     pinned: bool,
@@ -72,12 +74,28 @@ struct Content {
 }
 
 impl Content {
+    fn new(key: BlockKey, era: u64, uses: u32) -> Self {
+        Self {
+            key,
+            era,
+            sum: None,
+            uses,
+            band: Band::DEFAULT,
+            pinned: false,
+            unneeded: false,
+            is_open: false,
+        }
+    }
+
     /// Whether it may come back: it was used often enough, or somebody wants it kept.
     fn is_worth(&self, min_uses: u32) -> bool {
         let used = (self.uses >= min_uses && !self.unneeded) || self.band > Band::DEFAULT;
         self.pinned || (used && self.band >= Band::DEFAULT)
     }
 }
+
+/// The bytes of a block on their way to the tier.
+type Copied = (Content, Vec<u8>);
 
 /// Lifetime counts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -88,7 +106,7 @@ pub struct StagingCounts {
     pub dropped: u64,
     /// Blocks that were evicted and not worth it.
     pub skipped: u64,
-    /// Blocks that came from the tier with other bytes than were written.
+    /// Blocks that came from the tier, or that another process left, with other bytes than were written.
     pub damaged: u64,
 }
 
@@ -98,7 +116,7 @@ struct State {
     /// How many of them are of this era.
     num_found: usize,
     num_blocks: usize,
-    queue: VecDeque<(BlockKey, Vec<u8>)>,
+    queue: VecDeque<Copied>,
     /// Blocks to be copied before they are evicted, in the order in which they were given back, each once.
     ahead: VecDeque<BlockId>,
     is_ahead: Vec<bool>,
@@ -201,8 +219,8 @@ impl State {
             return Some(Vec::new());
         }
         self.counts.dropped += 1;
-        let (key, bytes) = self.queue.pop_front()?;
-        self.waiting.remove(&key);
+        let (content, bytes) = self.queue.pop_front()?;
+        self.waiting.remove(&content.key);
         Some(bytes)
     }
 
@@ -244,7 +262,7 @@ impl Shared {
     }
 
     /// Copies the next block that was put ahead and is wanted still. None where none is due, or others wait.
-    fn copy_ahead(&self, era: u64) -> Option<(BlockKey, Vec<u8>)> {
+    fn copy_ahead(&self, era: u64) -> Option<Copied> {
         let (block, content) = loop {
             let mut state = self.state();
             if state.era != era || !state.queue.is_empty() || !state.is_due(self.capacity) {
@@ -265,7 +283,20 @@ impl Shared {
         state.copying = None;
         state.note_copy(&content);
         self.copied.notify_one();
-        Some((content.key, bytes))
+        Some((content, bytes))
+    }
+
+    /// A copy with its checksum at the end. None, which is counted, for bytes that another process did not leave so.
+    fn sealed(&self, (content, mut bytes): Copied) -> Option<(BlockKey, Vec<u8>)> {
+        let key = content.key;
+        if content.sum.is_some_and(|sum| XxHash3_64::oneshot(&bytes) != sum) {
+            let mut state = self.state();
+            state.waiting.remove(&key);
+            state.counts.damaged += 1;
+            return None;
+        }
+        bytes.extend_from_slice(&checksum(&key, &bytes).to_le_bytes());
+        Some((key, bytes))
     }
 
     /// The bytes of a block, with room for a checksum, in a buffer that is as long or empty.
@@ -334,6 +365,13 @@ impl Staging {
         Arc::new(self.clone())
     }
 
+    /// A block of the pool has content that another process left. A copy whose XXH3 is not `sum` is not for the tier.
+    pub(crate) fn restore(&self, block: BlockId, key: BlockKey, sum: Option<u64>) {
+        let mut state = self.0.state();
+        let content = Content { sum, ..Content::new(key, state.era, 1) };
+        state.put(block, Some(content));
+    }
+
     /// Whether a call has panicked: nothing is taken, found or kept any more.
     #[must_use]
     pub fn is_closed(&self) -> bool {
@@ -355,15 +393,15 @@ impl Staging {
         let count = if state.era == era { most.min(state.queue.len()) } else { 0 };
         let taken: Vec<_> = state.queue.drain(..count).collect();
         drop(state);
-        taken.into_iter().map(with_checksum).collect()
+        taken.into_iter().filter_map(|copied| self.0.sealed(copied)).collect()
     }
 
     /// As [`take`](Self::take), of blocks that are not evicted yet: where none waits that is, and more could be
     /// evicted than the queue has room for.
     #[must_use]
     pub fn take_ahead(&self, most: usize, era: u64) -> Vec<(BlockKey, Vec<u8>)> {
-        let next = || self.0.copy_ahead(era).map(with_checksum);
-        std::iter::from_fn(next).take(most).collect()
+        let next = || self.0.copy_ahead(era);
+        std::iter::from_fn(next).take(most).filter_map(|copied| self.0.sealed(copied)).collect()
     }
 
     /// The tier holds these from now on, unless another era has begun.
@@ -385,7 +423,7 @@ impl Staging {
         let state = &mut *self.0.state();
         state.changed.extend(state.stored.intersection(&state.open));
         state.stored.clear();
-        state.waiting = state.queue.iter().map(|(key, _)| *key).collect();
+        state.waiting = state.queue.iter().map(|(content, _)| content.key).collect();
     }
 
     /// Up to `most` blocks that the tier got or lost since they were reported last, and whether it holds each now.
@@ -478,12 +516,6 @@ fn checksum(key: &BlockKey, bytes: &[u8]) -> u64 {
     hasher.finish()
 }
 
-fn with_checksum((key, mut bytes): (BlockKey, Vec<u8>)) -> (BlockKey, Vec<u8>) {
-    let sum = checksum(&key, &bytes);
-    bytes.extend_from_slice(&sum.to_le_bytes());
-    (key, bytes)
-}
-
 /// The bytes of a value, if it is as long as it should be and its checksum fits.
 fn checked<'a>(key: &BlockKey, value: &'a [u8], len: usize) -> Option<&'a [u8]> {
     let (bytes, sum) = value.split_last_chunk::<SUM_BYTES>()?;
@@ -494,15 +526,7 @@ fn checked<'a>(key: &BlockKey, value: &'a [u8], len: usize) -> Option<&'a [u8]> 
 impl BackingStore for Staging {
     fn published(&self, block: BlockId, key: &BlockKey) {
         let mut state = self.0.state();
-        let content = Content {
-            key: *key,
-            era: state.era,
-            uses: 1 + u32::from(state.was_seen(key)),
-            band: Band::DEFAULT,
-            pinned: false,
-            unneeded: false,
-            is_open: false,
-        };
+        let content = Content::new(*key, state.era, 1 + u32::from(state.was_seen(key)));
         let content = state.is_durable.then_some(content);
         state.put(block, content);
     }
@@ -536,7 +560,7 @@ impl BackingStore for Staging {
         } else if let Some(buffer) = state.room(self.0.capacity) {
             state.note_copy(&content);
             let bytes = self.0.copy(block, buffer);
-            state.queue.push_back((content.key, bytes));
+            state.queue.push_back((content, bytes));
         }
     }
 

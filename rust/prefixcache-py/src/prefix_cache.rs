@@ -143,13 +143,24 @@ retention_budget=0.2, max_cached_blocks=None)"
         })
     }
 
-    /// Restore what `file` has kept, and keep there what is published from now on. The writer's thread.
-    fn keep_in(&self, py: Python<'_>, file: &KVFile) -> Result<(usize, u64)> {
+    /// Restore what `file` has kept, keep there what is published from now on, and copy what is evicted into `staging`
+    /// if there is one. The writer's thread.
+    #[pyo3(signature = (file, staging=None))]
+    fn keep_in(
+        &self,
+        py: Python<'_>,
+        file: &KVFile,
+        staging: Option<&BlockStaging>,
+    ) -> Result<(usize, u64)> {
         let core = &mut *self.0.write()?;
         run(py, core.store().num_blocks(), || {
             let num_blocks = core.store().num_blocks();
             let kept = file.0.take_kept(num_blocks, core.num_groups());
-            let restored = core.keep_in(file.0.store(), &kept.blocks)?;
+            let store = match staging {
+                Some(staging) => file.0.store_with(&staging.0, &kept.blocks),
+                None => file.0.store(),
+            };
+            let restored = core.keep_in(store, &kept.blocks)?;
             let lost = kept.blocks.len() - restored;
             Ok((restored, kept.dropped + lost as u64))
         })

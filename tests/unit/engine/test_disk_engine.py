@@ -24,6 +24,7 @@ from prefixcache.kv.tiers import disk_tier
 from prefixcache.kv.tiers.disk_store import DiskStore
 from prefixcache.kv.tiers.disk_tier import DiskTier
 from prefixcache.scheduler import loading
+from prefixcache.scheduler.loading import Reads
 from prefixcache.scheduler.step_time import StepTimeModel
 from prefixcache.server.jobs.answers import TokenCounts, usage
 from prefixcache.types.request import CacheOptions, Request, RequestOutput
@@ -85,6 +86,15 @@ class Served:
     def from_disk(self, name: str) -> int:
         return self.outputs[name][0].num_disk_tokens
 
+    def end(self) -> None:
+        """Another engine may have the files."""
+        self.engine.close()
+        if (file := self.engine._cache.file) is not None:
+            cached = self.engine.control.stats()["cached_blocks"]
+            while file.core.survey(reads=False)[0] < cached:
+                pass
+            file.close()
+
     def until(self, *locations: tuple[int, int]) -> int:
         """Waits until the first prompt lies at one of them; how much of it is on the disk."""
         disk = self.engine._cache.disk
@@ -102,7 +112,8 @@ class Served:
             found = self.engine._cache.reader.look_up(PROMPT, None)
             if not (found.hit_tokens or (whole and found.full_attention_tokens)):
                 break
-            self.answer("other", tokens(230, seed=seed))
+            self.other = tokens(230, seed=seed)
+            self.answer("other", self.other)
         self.until((0, self.hit))
 
 
@@ -159,6 +170,33 @@ def test_hits_from_disk_change_no_bit(tiny_checkpoint, tmp_path, name):
     assert next_process.answer("first", PROMPT) == served.said("first")
     assert next_process.from_disk("first") == hit
     next_process.engine.close()
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_a_restart_finds_what_was_in_memory_and_what_was_evicted(tiny_checkpoint, tmp_path, name):
+    def life() -> Served:
+        both = {"disk": tmp_path / "disk", "kv_cache_dir": tmp_path / "kept"}
+        return Served(tiny_checkpoint(name), **both, **POOLS[name])
+
+    served = life()
+    served.evict()
+    served.end()
+    again = life()
+    again.until((0, served.hit))
+    for said, prompt in ("other", served.other), ("first", PROMPT):
+        assert again.answer(said, prompt) == served.said(said)
+    assert (again.from_disk("other"), again.from_disk("first")) == (0, served.hit)
+    assert again.outputs["other"][0].num_cached_tokens > 200
+    again.end()
+
+
+def test_a_load_waits_until_all_was_read_that_it_hits_in_memory(model, tmp_path, monkeypatch):
+    served, asked = Served(model, tmp_path / "disk"), list[int]()
+    served.evict()
+    monkeypatch.setattr(Reads, "must_wait", lambda _, state, hits: asked.append(hits))
+    served.answer("again", PROMPT)
+    assert asked == [served.hit]
+    served.engine.close()
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen3.5"])
@@ -261,9 +299,11 @@ def test_others_run_while_a_request_waits(model, tmp_path, slow_disk):
     served.engine.close()
 
 
+@pytest.mark.parametrize("kept", [None, "kept"])
 @pytest.mark.parametrize("how", ["abort", "sleep", "requeue", "reset", "resize"])
-def test_what_ends_a_load_loses_nothing(model, tmp_path, slow_disk, how):
-    served = Served(model, tmp_path / "disk", kv_cache_max_memory="1MiB")
+def test_what_ends_a_load_loses_nothing(model, tmp_path, slow_disk, how, kept):
+    folder = kept and tmp_path / kept
+    served = Served(model, tmp_path / "disk", kv_cache_max_memory="1MiB", kv_cache_dir=folder)
     served.evict()
     served.add("again", PROMPT)
     served.step()
@@ -346,12 +386,17 @@ def test_no_answer_depends_on_the_disk(model, tmp_path, monkeypatch, caplog, cal
     assert caplog.text.count("is idle") == (call != "close")
 
 
-@pytest.mark.parametrize("name", ["qwen3", slow("gemma3"), slow("qwen3.5")])
-def test_schedules_with_a_disk_change_no_bit(tiny_checkpoint, tmp_path, monkeypatch, name):
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [("qwen3", None), ("qwen3", "kept"), slow("gemma3", "kept"), slow("qwen3.5", "kept")],
+)
+def test_schedules_with_a_disk_change_no_bit(tiny_checkpoint, tmp_path, monkeypatch, name, kept):
     bench, total = Bench(tiny_checkpoint(name, **WIDE), "float32"), Counts()
     # The second engine finds what the first has evicted, and writes only ahead of evictions.
     for queue_bytes in (1 << 20, 0):
         monkeypatch.setattr("prefixcache.kv.tiers.host_blocks._QUEUE_BYTES", queue_bytes)
-        total.add(bench.compare(schedule_on_disk(2, tmp_path / "disk")))
+        schedule = schedule_on_disk(2, tmp_path / "disk", kept and tmp_path / kept)
+        total.add(bench.compare(schedule))
     assert total.differences == total.block_differences == 0
     assert total.disk_tokens > 0
+    assert (total.restored > 0) == (kept is not None)

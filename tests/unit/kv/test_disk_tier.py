@@ -165,10 +165,12 @@ def test_blocks_are_written_ahead_once_more_are_there_than_the_queue_holds_or_ar
 
 
 @pytest.mark.parametrize("is_slow", [False, True])
-def test_evicted_is_on_the_disk_or_was_dropped(folder, seed, is_slow):
+@pytest.mark.parametrize("kept", [False, True])
+def test_evicted_is_on_the_disk_or_was_dropped(folder, seed, is_slow, kept):
     """The queue holds two blocks, and the disk works between the calls: whenever it can, or not."""
     choose = random.Random(seed)
-    tiered = Tiered(folder, queue_bytes=2 * VALUE_BYTES, starts=False)
+    file = folder.with_name("kept") if kept else None
+    tiered = Tiered(folder, queue_bytes=2 * VALUE_BYTES, starts=False, kept=file)
     numbers = dict[bytes, int]()
 
     def compute(first: int, num_blocks: int) -> None:
@@ -380,6 +382,32 @@ def test_blocks_of_an_earlier_process_are_reported_once_they_were_used(make):
     assert reported.blocks()["DISK"] == set()
     assert evicted(second) == hashes
     assert reported.blocks()["DISK"] == short(hashes)
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_what_another_process_kept_goes_to_the_disk_unless_it_is_damaged(make, folder, is_damaged):
+    """Nobody hits it, so that whoever evicts it may be the first to read it."""
+    kept = folder.with_name("kept")
+    first = make(kept=kept)
+    Reported(first)
+    hashes = first.compute(100)
+    while first.file.core.counts()["kept"] < 7:
+        pass
+    first.tier.close()
+    if is_damaged:
+        first.kv[1, :, 5] ^= 1
+    first.file.close()
+    second = make(kept=kept)
+    assert second.num_restored == 7
+    reported = Reported(second)
+    second.compute(1100)
+    second.tier.nudge()
+    counts = second.tier.counts
+    second.until(lambda: counts().written + counts().damaged == second.staged == 7)
+    assert [second.count([one]) for one in hashes] == [not is_damaged] * 7
+    assert reported.blocks()["DISK"] == (set() if is_damaged else short(hashes))
+    if not is_damaged:
+        assert second.load(hashes) == [100 + i for i in range(7)]
 
 
 def test_a_failing_disk_makes_the_tier_idle_until_it_is_back(make, folder, caplog):

@@ -143,7 +143,7 @@ def test_a_long_hit_is_read_before_its_commit(folder, prompt):
 
 
 def test_what_a_commit_may_read_itself_is_bounded(folder):
-    """4 MiB, as docs/guides/restart.md says."""
+    """4 MiB, as docs/guides/disk.md says."""
     file = opened(folder)
     assert file.commit_blocks * 2 * _BLOCK_BYTES == 4 << 20
     cache = mock.Mock(file=file)
@@ -264,7 +264,7 @@ def test_pins_of_an_earlier_life_follow_the_rules_of_this_one(folder, prompt, re
     manager = make_cache(
         _NUM_BLOCKS, 16, weights="blake3:a", groups=windows, retention=retention, model="m"
     )
-    manager.keep_in(opened(folder))
+    manager.start_tiers(opened(folder))
     assert manager.core.stats()["pinned_blocks"] == pinned
 
 

@@ -298,8 +298,18 @@ def test_holes_of_a_file_are_filled_before_a_step_writes_to_them(
     assert not any(is_data(2 * part))
     memory.before_writes(np.array([2 * part]))
     assert all(is_data(3 * part - 1))
+    memory.give_back(2 * part, 3 * part)
+    memory.before_load([2 * part + 1])
+    memory.before_writes(np.array([2 * part]))
+    assert not any(is_data(3 * part - 1)), "zeros could fall on what is loaded there"
     end = 2 * part + 3
     memory.num_blocks = end
     memory.give_back(end, 256, held=[3 * part, 4 * part - 1])
     memory.before_writes(np.array([2 * part, 3 * part, 4 * part - 1]))
     assert not any(is_data(3 * part + 1)), "requests hold blocks there, and nobody needs the rest"
+    assert not any(is_data(2 * part)), "what is below the end may be loaded"
+    memory.num_blocks = 256
+    for held in ([], [3 * part + 1]):
+        memory.give_back(3 * part, 4 * part, held)
+    memory.before_writes(np.array([3 * part]))
+    assert not any(is_data(3 * part)), "what requests hold may be loaded"

@@ -511,7 +511,7 @@ def test_other_block_sizes_are_refused(size: int) -> None:
         ({"num_blocks": 1}, "num_blocks"),
         ({"kv_cache_memory": 0}, "kv_cache_memory"),
         ({"num_blocks": 8, "kv_cache_memory": 1 << 20}, "not both"),
-        ({"disk_cache_memory": 1 << 20, "kv_cache_dir": Path("x")}, "a restart is to find them"),
+        ({"record_trace": Path("x"), "disk_cache_memory": 1 << 20}, "excludes disk_cache_memory"),
         ({"disk_cache_min_uses": 2}, "needs disk_cache_memory"),
         ({"kv_cache_dir": Path(__file__)}, "kv_cache_dir must be a folder or a new path, not a f"),
         ({"disk_cache_dir": Path(__file__, "new")}, "disk_cache_dir must be a folder"),

@@ -183,7 +183,8 @@ class DiskTier:
     """Blocks of one pool on a disk, each with `block_bytes`.
 
     `open_store` is called by the tier's thread, again after a failure; `void_store` is that of
-    `Clearing`; `name` says where it is. One thread makes all calls but `count` and `counts`.
+    `Clearing`; `name` says where it is; `before_load` is called before the tier's thread writes to
+    blocks. One thread makes all calls but `count` and `counts`.
     """
 
     def __init__(
@@ -194,10 +195,12 @@ class DiskTier:
         *,
         block_bytes: int,
         name: str,
+        before_load: Callable[[Sequence[int]], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.staging = staging
         self._open_store = open_store
+        self._before_load = before_load
         self._run_blocks = max(1, min(_MOST_IN_RUN, _RUN_BYTES // block_bytes))
         self._name = name
         self._clock = clock
@@ -257,6 +260,7 @@ class DiskTier:
     def load(self, blocks: Sequence[int], keys: Sequence[bytes]) -> Load:
         """Reads blocks that are on the disk into `blocks` of the pool, one after the other."""
         load = Load(blocks, keys)
+        self._before_load(blocks)
         with self._changed:
             if self._store is None:
                 load.cancel()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,8 @@ class HostBlocks:
     """All that the bytes of a block depend on besides its hash."""
     owner: object
     """What keeps the tensors there."""
+    before_load: Callable[[Sequence[int]], None]
+    """To be called before another thread writes to blocks."""
 
 
 def disk_folder(config: CacheConfig) -> Path:
@@ -71,4 +73,5 @@ def make_disk_tier(config: CacheConfig, blocks: HostBlocks) -> DiskTier | None:
         partial(void, folder, scope),
         block_bytes=blocks.block_bytes,
         name=str(folder),
+        before_load=blocks.before_load,
     )

@@ -324,6 +324,7 @@ def _host_blocks(kv: KVMemory, facts: Mapping[str, object]) -> HostBlocks | None
         num_blocks=kv.most_blocks,
         facts=facts,
         owner=kv,
+        before_load=kv.before_load,
     )
 
 

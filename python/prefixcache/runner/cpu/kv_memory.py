@@ -110,11 +110,20 @@ class KVMemory(PoolMemory):
                     first * self.bytes_per_tensor_block, end * self.bytes_per_tensor_block
                 )
 
+    def before_load(self, blocks: Sequence[int]) -> None:
+        """To be called before another thread writes to these blocks, which stay in use meanwhile.
+
+        Holes next to them are not filled from now on: the zeros could fall on what it has written.
+        """
+        if self.may_have_holes:
+            self._may_have_hole[np.array(blocks, np.int64) // self._part_blocks] = False
+
     def give_back(self, first: int, end: int, held: Sequence[int] = ()) -> int:
         """See `ReservedBlocks`."""
         if self.file is not None:
             part = self._part_blocks
-            self._may_have_hole[first // part : -(-end // part)] = True
+            self._may_have_hole[-(-first // part) : -(-end // part)] = True
+            self.before_load(held)
         return PoolMemory.give_back(self, first, end, held)
 
     @property

@@ -70,6 +70,7 @@ setup-dev: .venv/.built .venv/.dev ## setup, and what the tests need
 	touch $@
 
 .venv/.built: $(RUST_SOURCES) | .venv/.runtime
+	@echo "Compiling the cache and the kernels: the first time takes minutes."
 	$(BIN)/pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 

@@ -113,7 +113,8 @@ _SECURITY = {
 def _fill(operation: Schema, path: str, endpoint: Description, schemas: dict[str, Schema]) -> None:
     operation["summary"] = endpoint.summary or operation["summary"]
     if endpoint.is_command:
-        operation["summary"] = operation.get("description", "").partition(".")[0]
+        first, stop, _ = operation.get("description", "").replace("`", "").partition(".")
+        operation["summary"] = first + stop
         operation["parameters"] = _in_query(endpoint.models[0])
     if endpoint.parameters:
         operation["parameters"] = [*operation.get("parameters", ()), *endpoint.parameters]

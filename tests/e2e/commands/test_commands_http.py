@@ -104,4 +104,4 @@ async def test_only_administrators_may_call_it(engine: FakeEngine, tokenizer: To
 
 async def test_it_is_described(client: httpx.AsyncClient) -> None:
     described = (await client.get("/openapi.json")).json()["paths"]["/prefix_cache/count"]["post"]
-    assert described["description"] == "Counts."
+    assert (described["summary"], described["description"]) == ("Counts.", "Counts.")

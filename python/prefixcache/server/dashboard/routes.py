@@ -13,7 +13,6 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
@@ -38,6 +37,10 @@ _MEDIA_TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
+_FOR_BROWSERS = (
+    "Not Found: GET /. Browsers find a dashboard here; the API is under /v1, and /openapi.json "
+    "describes it."
+)
 # Nothing from elsewhere, no script or style but the page's own files, and no text as markup:
 # browsers that know trusted types refuse to make any of a string.
 _POLICY = (
@@ -74,7 +77,7 @@ def dashboard_router(
         if request.method == "HEAD":
             return Response()
         if "text/html" not in request.headers.get("accept", ""):
-            raise HTTPException(HTTPStatus.NOT_FOUND)
+            raise ApiError(HTTPStatus.NOT_FOUND, _FOR_BROWSERS)
         return RedirectResponse(DASHBOARD_PATH.removeprefix("/"))
 
     # It never ends by itself, and is for this page: no client is to be made for it.

@@ -35,7 +35,7 @@ KEYS = [
 SIZES = [PAGE, 2 * PAGE, 3 * PAGE + 17]
 BOUND = 36 * PAGE
 """A few of all values do not fit."""
-ERRORS = [errno.EIO, errno.ENOSPC, errno.EMFILE, errno.EROFS]
+ERRORS = [errno.EIO, errno.ENOSPC, errno.EMFILE, errno.EROFS, errno.EINVAL]
 CALLS = 12
 """At least the calls of one operation on a value."""
 

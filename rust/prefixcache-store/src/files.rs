@@ -11,17 +11,21 @@ use blake3::Hash;
 use thiserror::Error;
 use twox_hash::XxHash3_128;
 
-use crate::memory::{PAGE, is_paged};
+use crate::memory::{PAGE, Scratch, is_paged};
 
 const LOCK: &str = "lock";
 const PART: &str = "part";
 const STAT_BLOCK: u64 = 512;
+#[cfg(target_os = "linux")]
+const DIRECT: i32 = libc::O_DIRECT;
+#[cfg(not(target_os = "linux"))]
+const DIRECT: i32 = 0;
 
 /// Why a folder is not used.
 #[derive(Debug, Error)]
 pub enum OpenError {
     /// Somebody else has it.
-    #[error("another process uses {}", .0.display())]
+    #[error("another process, or another store of this one, uses {}", .0.display())]
     InUse(PathBuf),
     /// Others may read or write what is in it.
     #[error("{} belongs to another user, or can be opened by other users", .0.display())]
@@ -78,6 +82,8 @@ pub(crate) struct Listing {
 #[derive(Debug)]
 pub(crate) struct Files {
     folder: PathBuf,
+    /// Whether the file system can read and write past the system's cache.
+    is_direct: bool,
     num_parts: AtomicU64,
     _lock: File,
 }
@@ -95,10 +101,29 @@ impl Files {
         let mut options = OpenOptions::new();
         let lock = open(&folder.join(LOCK), options.write(true).create(true).truncate(false), 0)?;
         match lock.try_lock() {
-            Ok(()) => Ok(Self { folder, num_parts: AtomicU64::new(0), _lock: lock }),
-            Err(TryLockError::WouldBlock) => Err(OpenError::InUse(folder)),
-            Err(TryLockError::Error(error)) => Err(error.into()),
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => return Err(OpenError::InUse(folder)),
+            Err(TryLockError::Error(error)) => return Err(error.into()),
         }
+        let mut files = Self { folder, is_direct: true, num_parts: AtomicU64::new(0), _lock: lock };
+        files.is_direct = files.can_be_direct().is_ok();
+        Ok(files)
+    }
+
+    /// Writes a page past the system's cache and reads it.
+    fn can_be_direct(&self) -> io::Result<()> {
+        let (part, mut scratch) = (self.new_part(), Scratch::default());
+        let page = scratch.pages(PAGE);
+        let written = self.write(&part, page);
+        let read = written.and_then(|()| {
+            self.open_for(&part, OpenOptions::new().read(true), page)?.read_exact_at(page, 0)
+        });
+        remove(&part).and(read)
+    }
+
+    /// Opens a file for what is to go from or to `bytes`.
+    fn open_for(&self, path: &Path, options: &mut OpenOptions, bytes: &[u8]) -> io::Result<File> {
+        open(path, options, if self.is_direct && is_paged(bytes) { DIRECT } else { 0 })
     }
 
     /// What lies there. Files that were not complete are removed, and those that are not as long as their name says.
@@ -125,7 +150,7 @@ impl Files {
 
     /// Reads a value into the beginning of `into`; whether the bytes there are those.
     pub(crate) fn read(&self, key: &Hash, content: Content, into: &mut [u8]) -> io::Result<bool> {
-        let file = open(&self.path(key, content), OpenOptions::new().read(true), direct(into))?;
+        let file = self.open_for(&self.path(key, content), OpenOptions::new().read(true), into)?;
         let mut len = 0;
         while len < content.len {
             match file.read_at(&mut into[len..], len as u64) {
@@ -151,7 +176,7 @@ impl Files {
 
     pub(crate) fn write(&self, part: &Path, bytes: &[u8]) -> io::Result<()> {
         let mut options = OpenOptions::new();
-        let file = open(part, options.write(true).create(true).truncate(true), direct(bytes))?;
+        let file = self.open_for(part, options.write(true).create(true).truncate(true), bytes)?;
         file.write_all_at(bytes, 0)?;
         file.set_modified(SystemTime::now())
     }
@@ -174,22 +199,6 @@ fn blocks(status: &fs::Metadata) -> u64 {
     status.blocks() * STAT_BLOCK
 }
 
-#[cfg(target_os = "linux")]
-fn direct(bytes: &[u8]) -> i32 {
-    if is_paged(bytes) { libc::O_DIRECT } else { 0 }
-}
-
-#[cfg(not(target_os = "linux"))]
-fn direct(_: &[u8]) -> i32 {
-    0
-}
-
-/// Opens a file; through the system's cache where the file system has no other way.
 fn open(path: &Path, options: &mut OpenOptions, flags: i32) -> io::Result<File> {
-    let flags = flags | libc::O_NOFOLLOW;
-    let mut open = |flags| options.mode(0o600).custom_flags(flags).open(path);
-    match open(flags) {
-        Err(error) if error.raw_os_error() == Some(libc::EINVAL) => open(libc::O_NOFOLLOW),
-        result => result,
-    }
+    options.mode(0o600).custom_flags(flags | libc::O_NOFOLLOW).open(path)
 }

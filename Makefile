@@ -46,7 +46,7 @@ SLOW     := (slow or model)
 SPREAD   := --numprocesses=$(WORKERS) --maxprocesses=8 --dist=loadfile --no-loadscope-reorder
 PYTEST   := $(BIN)/pytest --quiet $(SPREAD)
 
-.PHONY: help setup setup-dev environments rust-builds model serve test test-slow test-long test-lowest test-store test-clients test-ray test-rust test-python test-wheel proofs format clean docs
+.PHONY: help setup setup-dev environments rust-builds model serve test test-slow test-long test-lowest test-store vllm test-clients test-ray test-rust test-python test-wheel proofs format clean docs
 .PHONY: lint lint-rust lint-python lint-style lint-deploy dist audit licences nightly
 .PHONY: kills equality loom shuttle stress sanitize sanitize-kernels corpus fuzz fuzz-build fuzz-merge soak bench bench-row bench-restart bench-disk bench-peers bench-core bench-hybrid bench-elastic bench-replicas bench-fleet bench-eviction bench-gpu-dry
 
@@ -125,6 +125,18 @@ test-lowest: setup-dev model       ## an answer and the unit tests with the lowe
 
 test-store: setup-dev .venv/.store ## integrations/store: lives like a dict's, and injected faults (FAULTS=1000000)
 	$(BIN)/pytest --quiet integrations/store/tests
+
+# vLLM's own classes, without the parts of it that need a GPU: an environment for each version that is supported.
+VLLM_VERSIONS ?= 0.32.0 0.33.0
+vllm: setup-dev .venv/.store $(patsubst %,.venv-vllm-%/.built,$(VLLM_VERSIONS)) ## integrations/vllm with each vLLM (environments of 3 GB)
+	for version in $(VLLM_VERSIONS); do echo "vLLM $$version:" && (cd integrations/vllm && \
+	  PYTHONPATH=$(CURDIR)/integrations/store/python ../../.venv-vllm-$$version/bin/python -m pytest --quiet) || exit 1; done
+
+.venv-vllm-%/.built: integrations/vllm/requirements.txt integrations/vllm/pyproject.toml | .venv/bin/uv
+	$(PYTHON) -m venv .venv-vllm-$*
+	$(call install,.venv-vllm-$*,--no-deps -r $< vllm==$*)
+	$(call install,.venv-vllm-$*,--no-deps -e integrations/vllm)
+	touch $@
 
 test-ray: setup-dev                ## three replicas under Ray Serve, killed and updated under load
 	cd tests/ray_serve && ../../$(BIN)/pytest --durations=5
@@ -319,4 +331,4 @@ format:                            ## format Rust and Python
 	$(BIN)/ruff format
 
 clean:                             ## remove environments and builds
-	rm -rf .venv .venv-clients .venv-docs .venv-release target fuzz/target
+	rm -rf .venv .venv-vllm-* .venv-clients .venv-docs .venv-release target fuzz/target

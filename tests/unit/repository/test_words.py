@@ -16,7 +16,10 @@ SUFFIXES = frozenset(
     {".conf", ".css", ".html", ".in", ".ini", ".js", ".json", ".md", ".py", ".pyi", ".rs"}
     | {".service", ".sh", ".toml", ".yaml", ".yml"}
 )
-FOLDERS = ("python", "rust", "tests", "benches", "docs", "deploy", "examples", "fuzz", "release")
+FOLDERS = (
+    *("python", "rust", "tests", "benches", "docs", "deploy", "examples", "fuzz", "integrations"),
+    "release",
+)
 OUT_OF_SCOPE = (
     "benches/record/",  # what a run wrote
     "benches/soak/",  # what a run wrote

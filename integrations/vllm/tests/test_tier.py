@@ -1,0 +1,166 @@
+"""vLLM's offloading manager over the disk tier: before and after a kill, and with faults."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine import PROMPTS, Engine
+
+FIRST, SECOND = PROMPTS.values()
+NUM_FIRST, NUM_SECOND = len(FIRST) // 16, len(SECOND) // 16
+START = Callable[..., Engine]
+
+
+def num_disk_bytes(folder: Path) -> int:
+    return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
+
+
+def test_blocks_that_left_memory_come_back(start: START) -> None:
+    engine = start()
+    assert engine.find(FIRST) == 0
+    engine.store(FIRST)
+    engine.store(SECOND)
+    engine.forget_memory()
+    assert (engine.find(FIRST), engine.find(SECOND)) == (NUM_FIRST, NUM_SECOND)
+    assert engine.find(range(7, 407)) == NUM_SECOND
+    assert engine.find(range(1, 161)) == 0
+
+
+def test_a_killed_process_leaves_its_blocks_to_the_next_one(
+    tmp_path: Path, model: Path, start: START
+) -> None:
+    script = Path(__file__).with_name("engine.py")
+    process = subprocess.Popen(
+        [sys.executable, script, tmp_path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None
+        memory = next(line for line in process.stdout if line.startswith("/dev/shm/"))
+        process.kill()
+    Path(memory.strip()).unlink()  # vLLM leaves it.
+    engine = start()
+    assert (engine.find(FIRST), engine.find(SECOND)) == (NUM_FIRST, NUM_SECOND)
+
+
+def test_other_weights_in_the_same_files_find_nothing(model: Path, start: START) -> None:
+    engine = start()
+    engine.store(FIRST)
+    engine.close()
+    weights = model / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[::-1])
+    assert start().find(FIRST) == 0
+
+
+def test_the_bound_holds(tmp_path: Path, start: START) -> None:
+    bound = 1 << 20
+    engine = start(max_bytes=bound)
+    for number in range(0, 100 * 320, 320):
+        engine.store(range(number % 190, number % 190 + 320))
+        assert num_disk_bytes(tmp_path / "kv" / "rank0") <= bound
+    engine.store(FIRST)
+    engine.forget_memory()
+    assert engine.find(FIRST) == NUM_FIRST
+
+
+def test_damaged_files_are_misses(tmp_path: Path, start: START) -> None:
+    """`find` compares each byte that comes back."""
+    draw = random.Random(7)
+    engine = start()
+    num_hits = 0
+    for _ in range(60):
+        engine.store(FIRST)
+        engine.forget_memory()
+        files = sorted(f for f in (tmp_path / "kv" / "rank0").rglob("*") if f.stat().st_size > 4000)
+        for file in draw.sample(files, min(2, len(files))):
+            damage(file, draw)
+        num_hits += engine.find(FIRST)
+        engine.forget_memory()
+    assert 0 < num_hits < 60 * NUM_FIRST
+
+
+def damage(file: Path, draw: random.Random) -> None:
+    """Flips a bit, cuts the end off, swaps with zeros, or removes it."""
+    size = file.stat().st_size
+    kind = draw.randrange(4)
+    if kind == 0:
+        file.unlink()
+        return
+    with file.open("r+b") as stream:
+        place = draw.randrange(size)
+        if kind == 1:
+            stream.truncate(place)
+            return
+        stream.seek(place)
+        old = stream.read(1)
+        stream.seek(place)
+        stream.write(bytes([old[0] ^ (1 << draw.randrange(8))]) if kind == 2 else bytes(64))
+
+
+class Hung:
+    """A store whose disk answers only after `answer` is set; its calls keep their timeouts."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.answer = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def get_into(self, keys: list[bytes], buffers: list[Any], timeout: float) -> list[bool]:
+        if self.answer.wait(timeout):
+            return self._store.get_into(keys, buffers, timeout)
+        return [False] * len(keys)
+
+
+def test_blocks_that_come_too_late_are_misses_and_nobody_waits_for_them_again(
+    start: START, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(deadline_s=0.1)
+    engine.store(FIRST)
+    engine.forget_memory()
+    hung = Hung(engine.tier._store)
+    monkeypatch.setattr(engine.tier, "_store", hung)
+    assert engine.find(FIRST) == 0
+    hung.answer.set()
+    assert engine.find(FIRST) == 0
+    engine.tier._late = dict.fromkeys(engine.tier._late, 0.0)  # The pause is over.
+    assert engine.find(FIRST) == NUM_FIRST
+
+
+def test_a_reset_ends_what_was_stored_for_this_process_alone(start: START) -> None:
+    """vLLM resets caches among other things for new weights, which it does not say to a tier."""
+    engine = start()
+    engine.store(FIRST)
+    engine.connector.reset_cache()
+    assert engine.find(FIRST) == 0
+    engine.store(SECOND)
+    engine.forget_memory()
+    assert engine.find(SECOND) == NUM_SECOND
+    engine.close()
+    engine = start()
+    assert (engine.find(FIRST), engine.find(SECOND)) == (NUM_FIRST, 0)
+
+
+def test_a_transfer_that_raises_is_a_miss(start: START, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start()
+    engine.store(FIRST)
+    engine.forget_memory()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.tier, "_store", Raising(engine.tier._store))
+        assert engine.find(FIRST) == 0
+
+
+class Raising(Hung):
+    def get_into(self, keys: list[bytes], buffers: list[Any], timeout: float) -> list[bool]:
+        raise ValueError("closed")

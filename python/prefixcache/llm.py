@@ -389,7 +389,10 @@ class LLM:
         self, places: Mapping[str, tuple[GenerationResult, CompletionOutput]], show_progress: bool
     ) -> None:
         with tqdm(
-            desc="Generating", total=len(places), leave=False, disable=not show_progress
+            desc="Generating",
+            total=len(places),
+            leave=False,
+            disable=None if show_progress else True,
         ) as bar:
             while self._engine.has_unfinished():
                 self._adjust_pool()

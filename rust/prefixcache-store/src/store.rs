@@ -15,7 +15,7 @@ use crate::workers::{Job, Outcome, Ticket, Workers, lock};
 /// Lifetime counts of values.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Read, and what was put.
+    /// Read in time, and what was put.
     pub hits: u64,
     /// Asked for and not there.
     pub misses: u64,
@@ -337,7 +337,7 @@ impl Shared {
         // SAFETY: as above.
         let into = unsafe { target.bytes_mut() };
         if self.read_file(&key, content, into) {
-            ticket.finish(|| {});
+            ticket.finish(|| self.count(|counts| counts.hits += 1));
         }
     }
 
@@ -351,8 +351,11 @@ impl Shared {
     ) {
         let bytes = scratch.pages(content.len);
         if self.read_file(&key, content, bytes) {
-            // SAFETY: the call waits while the job finishes.
-            ticket.finish(|| unsafe { target.bytes_mut() }.copy_from_slice(&bytes[..content.len]));
+            ticket.finish(|| {
+                // SAFETY: the call waits while the job finishes.
+                unsafe { target.bytes_mut() }.copy_from_slice(&bytes[..content.len]);
+                self.count(|counts| counts.hits += 1);
+            });
         }
     }
 
@@ -360,7 +363,7 @@ impl Shared {
     fn read_file(&self, key: &Hash, content: Content, into: &mut [u8]) -> bool {
         let read = self.files.read(key, content, into);
         match &read {
-            Ok(true) => self.count(|counts| counts.hits += 1),
+            Ok(true) => {}
             Ok(false) => self.count(|counts| counts.damaged += 1),
             // It was evicted meanwhile, or somebody has removed it.
             Err(error) if error.kind() == io::ErrorKind::NotFound => {

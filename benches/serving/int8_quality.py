@@ -132,23 +132,23 @@ def recall(
     ] = None,
     output: Path | None = None,
 ) -> None:
-    """In how many chats of each length a number in the middle is told."""
+    """In how many chats of each length a number in the middle is recalled."""
     tokenizer = Tokenizer.from_folder(resolve_model(model))
     lengths = lengths or [256, 1024, 4096]
     stream = [token for text in _texts(tokenizer, 40, max(lengths)) for token in text]
     starts = range(0, len(stream) - max(lengths), (len(stream) - max(lengths)) // chats)[:chats]
     spoken = [stream[start : start + max(lengths)] for start in starts]
-    told: dict[str, dict[int, list[int]]] = {}
+    recalled: dict[str, dict[int, list[int]]] = {}
     for dtype, kv_dtype in itertools.product(["float32", "bfloat16"], ["auto", "int8"]):
         llm = LLM(model, device="cpu", dtype=dtype, kv_cache_dtype=kv_dtype)
         greedy = SamplingParams(temperature=0, max_tokens=_ANSWER_TOKENS)
-        way = told[f"{dtype}, {kv_dtype} keys and values"] = {}
+        way = recalled[f"{dtype}, {kv_dtype} keys and values"] = {}
         for length in lengths:
             prompts = [_with_number(tokenizer, text[:length], i) for i, text in enumerate(spoken)]
             answers = [each.outputs[0].text for each in llm.chat(prompts, greedy, use_tqdm=False)]
             way[length] = [i for i, answer in enumerate(answers) if _number(i) in answer]
         print(f"{dtype}, {kv_dtype}: { {n: len(of) for n, of in way.items()} }", flush=True)
-    write_record(output, chats=chats, told=told)
+    write_record(output, chats=chats, recalled=recalled)
 
 
 def _with_number(tokenizer: Tokenizer, tokens: list[int], index: int) -> list[dict[str, str]]:

@@ -1,7 +1,6 @@
 //! Memory of a caller, and of our own where a system call may still write when the caller has gone.
 
 use std::any::Any;
-use std::fmt;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -19,12 +18,6 @@ pub struct Memory {
 unsafe impl Send for Memory {}
 // SAFETY: as above.
 unsafe impl Sync for Memory {}
-
-impl fmt::Debug for Memory {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Memory").field("start", &self.start).field("len", &self.len).finish()
-    }
-}
 
 impl Memory {
     /// # Safety

@@ -1,9 +1,9 @@
 //! The values: which are there, which was used last, and what they take of the bound.
 
+use std::io;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
-use std::{fmt, io};
 
 use blake3::Hash;
 use lru::LruCache;
@@ -36,12 +36,6 @@ pub struct Store {
     shared: Arc<Shared>,
     readers: Workers,
     writers: Workers,
-}
-
-impl fmt::Debug for Store {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Store").field("bound", &self.bound()).finish_non_exhaustive()
-    }
 }
 
 struct Shared {

@@ -30,10 +30,10 @@ PAGE = 4096
 SWITCH = FOLDER.with_name("switch")
 """While it is there no call on the folder returns."""
 KEYS = [
-    bytes([weights]) + number.to_bytes(3, "little") for weights in (1, 2) for number in range(6)
+    bytes([weights]) + number.to_bytes(3, "little") for weights in (1, 2) for number in range(3)
 ]
 SIZES = [PAGE, 2 * PAGE, 3 * PAGE + 17]
-BOUND = 36 * PAGE
+BOUND = 18 * PAGE
 """A few of all values do not fit."""
 ERRORS = [errno.EIO, errno.ENOSPC, errno.EMFILE, errno.EROFS, errno.EINVAL]
 CALLS = 12

@@ -58,7 +58,8 @@ class PrivateFolder:
     def __init__(self, path: Path, *, create: bool = True) -> None:
         self.path = path
         if create:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for folder in (*reversed(path.parents), path):  # One above may be of use like this too.
+                folder.mkdir(mode=0o700, exist_ok=True)
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         self.descriptor = os.open(path, flags)
         try:

@@ -309,6 +309,11 @@ def test_keeping_is_once_and_before_the_first_use(folder, prompt):
         shared.keep_in(file.core)
 
 
+def test_folders_that_are_made_above_may_be_used_too(tmp_path):
+    opened(tmp_path / "outer" / "kept")
+    opened(tmp_path / "outer")
+
+
 def test_a_file_in_use_is_left_to_its_process(folder):
     one, other = opened(folder), opened(folder)
     assert one.path != other.path

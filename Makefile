@@ -46,7 +46,7 @@ SLOW     := (slow or model)
 SPREAD   := --numprocesses=$(WORKERS) --maxprocesses=8 --dist=loadfile --no-loadscope-reorder
 PYTEST   := $(BIN)/pytest --quiet $(SPREAD)
 
-.PHONY: help setup setup-dev environments rust-builds model serve test test-slow test-long test-lowest test-store vllm test-clients test-ray test-rust test-python test-wheel proofs format clean docs
+.PHONY: help setup setup-dev environments rust-builds model serve test test-slow test-long test-lowest test-store vllm sglang test-clients test-ray test-rust test-python test-wheel proofs format clean docs
 .PHONY: lint lint-rust lint-python lint-style lint-deploy dist audit licences nightly
 .PHONY: kills equality loom shuttle stress sanitize sanitize-kernels corpus fuzz fuzz-build fuzz-merge soak bench bench-row bench-restart bench-disk bench-peers bench-core bench-hybrid bench-elastic bench-replicas bench-fleet bench-eviction bench-gpu-dry
 
@@ -136,6 +136,19 @@ vllm: setup-dev .venv/.store $(patsubst %,.venv-vllm-%/.built,$(VLLM_VERSIONS)) 
 	$(PYTHON) -m venv .venv-vllm-$*
 	$(call install,.venv-vllm-$*,--no-deps -r $< vllm==$*)
 	$(call install,.venv-vllm-$*,--no-deps -e integrations/vllm)
+	touch $@
+
+# SGLang's, the same way; it compiles its hash of pages when it is first used.
+SGLANG_VERSIONS ?= 0.5.22 0.5.23
+sglang: setup-dev .venv/.store $(patsubst %,.venv-sglang-%/.built,$(SGLANG_VERSIONS)) ## integrations/sglang with each SGLang (environments of 3 GB)
+	for version in $(SGLANG_VERSIONS); do echo "SGLang $$version:" && (cd integrations/sglang && \
+	  PATH=$(CURDIR)/.venv-sglang-$$version/bin:$$PATH PYTHONPATH=$(CURDIR)/integrations/store/python \
+	  python -m pytest --quiet) || exit 1; done
+
+.venv-sglang-%/.built: integrations/sglang/requirements.txt integrations/vllm/requirements.txt | .venv/bin/uv
+	$(PYTHON) -m venv .venv-sglang-$*
+	$(call install,.venv-sglang-$*,--no-deps -r $< sglang==$*)
+	$(call install,.venv-sglang-$*,--no-deps -e integrations/sglang)
 	touch $@
 
 test-ray: setup-dev                ## three replicas under Ray Serve, killed and updated under load
@@ -331,4 +344,4 @@ format:                            ## format Rust and Python
 	$(BIN)/ruff format
 
 clean:                             ## remove environments and builds
-	rm -rf .venv .venv-vllm-* .venv-clients .venv-docs .venv-release target fuzz/target
+	rm -rf .venv .venv-vllm-* .venv-sglang-* .venv-clients .venv-docs .venv-release target fuzz/target

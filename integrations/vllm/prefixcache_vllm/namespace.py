@@ -14,7 +14,7 @@ import vllm
 from huggingface_hub import snapshot_download
 from vllm.platforms import current_platform
 
-from prefixcache_vllm.weights import weights_digest
+from prefixcache_store.weights import weights_digest
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

@@ -22,7 +22,6 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from prefixcache_vllm import SUPPORTED_VERSIONS, refuse_version
 from prefixcache_vllm.namespace import namespace
-from prefixcache_vllm.weights import weights_digest
 
 
 def namespace_of(model: Path, folder: Path, weights: str | None = None, **changes: Any) -> bytes:
@@ -111,44 +110,6 @@ def test_other_versions_are_refused() -> None:
     assert [refuse_version(f"{name}.2rc1+cpu") for name in SUPPORTED_VERSIONS] == [None, None]
     for version in ("0.31.0", "0.34.0", "1.33.0", "0.330"):
         assert version in str(refuse_version(version))
-
-
-def test_weights_are_read_again_only_if_they_changed(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("prefixcache_vllm.weights._CLOCK_TICK_NS", -1)
-    notes = tmp_path / "notes.json"
-    digest = weights_digest(model, notes)
-    noted = json.loads(notes.read_text())
-    false_notes = {path: [*note[:-1], "not read"] for path, note in noted.items()}
-    notes.write_text(json.dumps(false_notes))
-    believed = weights_digest(model, notes)
-    assert believed != digest
-    (model / "model.safetensors").write_bytes(b"WEIGHTS")
-    assert weights_digest(model, notes) not in (digest, believed)
-    for damaged in ("", "[1]", "{", '{"a": 1}'):
-        notes.write_text(damaged)
-        assert weights_digest(write_model(model), notes) == digest
-
-
-def test_weights_of_the_hubs_cache_are_not_read(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model")
-    blob = tmp_path / "blobs" / ("ab" * 32)
-    blob.parent.mkdir()
-    blob.write_bytes(b"unread")
-    (model / "model.safetensors").unlink()
-    (model / "model.safetensors").symlink_to(blob)
-    notes = tmp_path / "notes.json"
-    digest = weights_digest(model, notes)
-    blob.write_bytes(b"other")
-    assert weights_digest(model, notes) == digest
-
-
-def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model")
-    (model / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="no weight files"):
-        weights_digest(model, tmp_path / "notes.json")
 
 
 def test_vllm_finds_the_tier_by_the_line_of_the_guide(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import repeat
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ def weights_digest(path: Path, notes: Path) -> str:
         raise ValueError(f"{path} has no weight files")
     noted = _read_notes(notes)
     with ThreadPoolExecutor(_THREADS) as threads:
-        digests = list(threads.map(lambda file: _file_digest(file, noted), files))
+        digests = list(threads.map(_file_digest, files, repeat(noted)))
     _write_notes(notes, noted)
     named = list(zip((file.name for file in files), digests, strict=True))
     return hashlib.sha256(json.dumps(named).encode()).hexdigest()

@@ -1,0 +1,159 @@
+"""SGLang's cache controller over the disk storage: before and after a kill, and with faults."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from controller import NUM_PAGES, PAGE, PROMPT, Controller
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.runtime_context import get_context
+from sglang.version import __version__
+
+from prefixcache_sglang import SUPPORTED_VERSIONS, refuse_version
+
+START = Callable[..., Controller]
+
+
+def test_pages_come_back_also_after_a_restart(start: START) -> None:
+    first = start()
+    assert first.prefetch() == 0
+    assert first.back_up() == NUM_PAGES
+    assert first.prefetch() == NUM_PAGES
+    assert first.prefetch([*PROMPT, *range(64)]) == NUM_PAGES
+    assert first.prefetch([*PROMPT[1:], 7]) == 0
+    first.close()
+    assert start().prefetch() == NUM_PAGES
+
+
+def test_a_killed_process_leaves_its_pages_to_the_next_one(tmp_path: Path, start: START) -> None:
+    script = Path(__file__).with_name("controller.py")
+    process = subprocess.Popen(
+        [sys.executable, script, tmp_path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None
+        assert any(line == "backed up\n" for line in process.stdout)
+        process.kill()
+    assert start().prefetch() == NUM_PAGES
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"arguments": {"dtype": "bfloat16"}},
+        {"arguments": {"context_length": 64}},
+        {"arguments": {"json_model_override_args": '{"rope_theta": 1}'}},
+        {"weights": "a name"},
+    ],
+    ids=str,
+)
+def test_another_configuration_finds_nothing(change: dict[str, Any], start: START) -> None:
+    first = start()
+    assert first.back_up() == NUM_PAGES
+    first.close()
+    assert start(**change).prefetch() == 0
+
+
+def test_other_weights_in_the_same_files_find_nothing(tmp_path: Path, start: START) -> None:
+    first = start()
+    assert first.back_up() == NUM_PAGES
+    first.close()
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"WEIGHTS")
+    assert start().prefetch() == 0
+
+
+def test_new_weights_while_it_runs_find_and_store_nothing(start: START) -> None:
+    controller = start()
+    controller.back_up()
+    get_context().override("test", weight_version="new")
+    assert controller.prefetch() == 0
+    assert controller.back_up([7, *PROMPT[1:]]) == 0
+    controller.close()
+    controller = start()
+    assert controller.prefetch() == NUM_PAGES
+    assert controller.prefetch([7, *PROMPT[1:]]) == 0
+
+
+def test_pages_that_are_late_are_misses(start: START) -> None:
+    first = start()
+    first.back_up()
+    first.close()
+    late = start(deadline_s=0)
+    assert late.prefetch() == 0
+    assert late.back_up([7, *PROMPT[1:]]) == 0
+
+
+def test_damaged_files_are_misses(tmp_path: Path, start: START) -> None:
+    """`prefetch` compares each byte that comes back."""
+    draw = random.Random(7)
+    controller = start()
+    num_hits = 0
+    for _ in range(60):
+        controller.back_up()
+        files = sorted(f for f in (tmp_path / "kv").rglob("*") if f.stat().st_size > 4000)
+        for file in draw.sample([f for f in files if f.is_file()], 2):
+            content = bytearray(file.read_bytes())
+            content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+            file.write_bytes(content[: len(content) - draw.choice([0, 0, 1, 4096])])
+        num_hits += controller.prefetch()
+    assert 0 < num_hits < 60 * NUM_PAGES
+
+
+def test_the_bound_holds(tmp_path: Path, start: START) -> None:
+    bound = 1 << 20
+    controller = start(max_bytes=bound)
+    for number in range(100):
+        controller.back_up([number, *PROMPT[1:]])
+        files = [file for file in (tmp_path / "kv").rglob("*") if file.is_file()]
+        assert sum(file.stat().st_blocks * 512 for file in files) <= bound
+    assert controller.prefetch([99, *PROMPT[1:]]) == NUM_PAGES
+
+
+def test_pages_of_several_pools(start: START) -> None:
+    """The second pool has the pages 0 to 7, so that a window of two ends at 8 or before."""
+    controller = start()
+    controller.back_up()
+    storage, pool, keys = controller.storage, controller.pool, controller.keys(PROMPT)
+    storage.register_mem_host_pool_v2(pool, PoolName.SWA)
+    indices = pool.alloc(8 * PAGE)
+    pages = [pool.get_data_page(begin).view(torch.int16).clone() for begin in indices[::PAGE]]
+    stored = PoolTransfer(name=PoolName.SWA, host_indices=indices, keys=keys[:8])
+    assert storage.batch_set_v2([stored]) == {PoolName.SWA: [True] * 8}
+    for policy, num_keys in ((PoolHitPolicy.ALL_PAGES, 10), (PoolHitPolicy.TRAILING_PAGES, 2)):
+        asked = PoolTransfer(name=PoolName.SWA, keys=keys[:num_keys], hit_policy=policy)
+        result = storage.batch_exists_v2(keys, [asked])
+        assert (result.kv_hit_pages, result.extra_pool_hit_pages) == (8, {"kv": 10, "swa": 8})
+    pool.kv_buffer.zero_()
+    assert storage.batch_get_v2([stored]) == {PoolName.SWA: [True] * 8}
+    for begin, page in zip(indices[::PAGE], pages, strict=True):
+        assert torch.equal(pool.get_data_page(begin).view(torch.int16), page)
+    absent = PoolTransfer(name=PoolName.SWA, host_indices=indices[: 2 * PAGE], keys=keys[8:])
+    assert storage.batch_get_v2([absent]) == {PoolName.SWA: [False] * 2}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [({"enable_lora": True}, "LoRA"), ({"load_format": "dummy"}, "random")],
+)
+def test_what_cannot_stand_for_pages_is_refused(
+    arguments: dict[str, Any], said: str, start: START
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        start(arguments=arguments)
+
+
+def test_other_versions_are_refused() -> None:
+    assert refuse_version(__version__) is None
+    assert [refuse_version(f"{name}.post1") for name in SUPPORTED_VERSIONS] == [None, None]
+    for version in ("0.5.21", "0.5.24", "0.5.230", "1.5.23"):
+        assert version in str(refuse_version(version))

@@ -1,0 +1,55 @@
+"""What stands for the content of weight files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from prefixcache_store.weights import weights_digest
+
+
+def write_model(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return folder
+
+
+def test_weights_are_read_again_only_if_they_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prefixcache_store.weights._CLOCK_TICK_NS", -1)
+    model, notes = write_model(tmp_path / "model"), tmp_path / "notes.json"
+    digest = weights_digest(model, notes)
+    noted = json.loads(notes.read_text())
+    false_notes = {path: [*note[:-1], "not read"] for path, note in noted.items()}
+    notes.write_text(json.dumps(false_notes))
+    believed = weights_digest(model, notes)
+    assert believed != digest
+    (model / "model.safetensors").write_bytes(b"WEIGHTS")
+    assert weights_digest(model, notes) not in (digest, believed)
+    for damaged in ("", "[1]", "{", '{"a": 1}'):
+        notes.write_text(damaged)
+        assert weights_digest(write_model(model), notes) == digest
+
+
+def test_weights_of_the_hubs_cache_are_not_read(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    blob = tmp_path / "blobs" / ("ab" * 32)
+    blob.parent.mkdir()
+    blob.write_bytes(b"unread")
+    (model / "model.safetensors").unlink()
+    (model / "model.safetensors").symlink_to(blob)
+    notes = tmp_path / "notes.json"
+    digest = weights_digest(model, notes)
+    blob.write_bytes(b"other")
+    assert weights_digest(model, notes) == digest
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    (model / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="no weight files"):
+        weights_digest(model, tmp_path / "notes.json")

@@ -10,16 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from prefixcache.config.checked import PositiveFloat, PositiveInt, adapter, check, hints
 from prefixcache.config.families import FAMILIES
 from prefixcache.config.family import Family
 from prefixcache.config.hf_fields import CONV, FULL, LINEAR, SLIDING, HFFields, TokenId
 from prefixcache.exceptions import ConfigError, FieldError, UnsupportedModelError
-
-if TYPE_CHECKING:
-    pass
 
 _MLP = "mlp"
 _OLD_LAYER_TYPES = {"attention": FULL, "mamba": LINEAR}

@@ -120,6 +120,7 @@ class Controller:
             "class_name": "PrefixCacheStorage",
             "root_dir": str(folder / "kv"),
             "max_bytes": 64 << 20,
+            "deadline_s": 60,
             **options,
         }
         with get_parallel().override(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,13 +87,28 @@ def test_new_weights_while_it_runs_find_and_store_nothing(start: START) -> None:
     assert controller.prefetch([7, *PROMPT[1:]]) == 0
 
 
-def test_pages_that_are_late_are_misses(start: START) -> None:
-    first = start()
-    first.back_up()
-    first.close()
-    late = start(deadline_s=0)
-    assert late.prefetch() == 0
-    assert late.back_up([7, *PROMPT[1:]]) == 0
+class Hung:
+    """A store whose disk never answers; its calls keep their timeouts."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def get_into(self, keys: list[bytes], buffers: list[Any], timeout: float) -> list[bool]:
+        return [threading.Event().wait(timeout)] * len(keys)
+
+    put = get_into
+
+
+def test_pages_that_are_late_are_misses(start: START, monkeypatch: pytest.MonkeyPatch) -> None:
+    controller = start()
+    assert controller.back_up() == NUM_PAGES
+    monkeypatch.setattr(controller.storage, "_deadline", 0.1)
+    monkeypatch.setattr(controller.storage, "_store", Hung(controller.storage._store))
+    assert controller.prefetch() == 0
+    assert controller.back_up([7, *PROMPT[1:]]) == 0
 
 
 def test_damaged_files_are_misses(tmp_path: Path, start: START) -> None:
@@ -157,3 +175,10 @@ def test_other_versions_are_refused() -> None:
     assert [refuse_version(f"{name}.post1") for name in SUPPORTED_VERSIONS] == [None, None]
     for version in ("0.5.21", "0.5.24", "0.5.230", "1.5.23"):
         assert version in str(refuse_version(version))
+
+
+def test_the_line_of_the_guide_starts_it(tmp_path: Path, start: START) -> None:
+    page = Path(__file__).parents[3] / "docs/guides/sglang.md"
+    (line,) = re.findall(r"--hicache-storage-backend-extra-config '(.+?)'", page.read_text())
+    options = json.loads(line) | {"root_dir": str(tmp_path / "guide")}
+    assert start(**options).back_up() == NUM_PAGES

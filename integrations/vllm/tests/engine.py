@@ -66,7 +66,13 @@ def transfer_config(
     root: Path, *, connector: str = "PrefixCacheConnector", **tier: Any
 ) -> dict[str, Any]:
     """The value of --kv-transfer-config."""
-    tier = {"type": "prefixcache", "root_dir": str(root), "max_bytes": 64 << 20, **tier}
+    tier = {
+        "type": "prefixcache",
+        "root_dir": str(root),
+        "max_bytes": 64 << 20,
+        "deadline_s": 60,
+        **tier,
+    }
     extra = {
         "spec_name": "TieringOffloadingSpec",
         "cpu_bytes_to_use": NUM_ROWS * 4096,

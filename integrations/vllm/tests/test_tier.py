@@ -126,13 +126,15 @@ class Hung:
 def test_blocks_that_come_too_late_are_misses_and_nobody_waits_for_them_again(
     start: START, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = start(deadline_s=0.1)
+    engine = start()
     engine.store(FIRST)
     engine.forget_memory()
+    monkeypatch.setattr(engine.tier, "_deadline", 0.1)
     hung = Hung(engine.tier._store)
     monkeypatch.setattr(engine.tier, "_store", hung)
     assert engine.find(FIRST) == 0
     hung.answer.set()
+    monkeypatch.setattr(engine.tier, "_deadline", 60)
     assert engine.find(FIRST) == 0
     engine.tier._late = dict.fromkeys(engine.tier._late, 0.0)  # The pause is over.
     assert engine.find(FIRST) == NUM_FIRST

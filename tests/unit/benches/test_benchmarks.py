@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[3]
 RESULTS = sorted((ROOT / "benches/results").glob("*.md"))
 RECORDS = sorted((ROOT / "benches/record").glob("*.json"))
 COMMAND = re.compile(r"(?:`|^    )(?:make|python|cargo bench|prefixcache) ", re.MULTILINE)
+VARIABLE = re.compile(r"[A-Z_]+=")
 SCRIPT = re.compile(r"benches/\w+/\w+\.py")
 
 
@@ -31,7 +32,7 @@ def page() -> Iterator[ModuleType]:
 def test_committed_files_are_what_the_script_makes(page: ModuleType) -> None:
     for path, text in page.made().items():
         assert path.read_text() == text, f"{path.name}: run python benches/page.py"
-    assert len(page.PAGE.read_text().splitlines()) <= 150
+    assert len(page.PAGE.read_text().splitlines()) <= 160
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda file: file.name)
@@ -57,7 +58,7 @@ def test_each_claim_takes_its_numbers_from_its_record(page: ModuleType) -> None:
 
 def test_each_command_of_a_row_exists(page: ModuleType) -> None:
     for row in page.settings(recorded=False)[0]:
-        words = shlex.split(row.command.removeprefix("OMP_NUM_THREADS=1 "))
+        words = [word for word in shlex.split(row.command) if not VARIABLE.match(word)]
         if words[0] == "python":
             assert (ROOT / words[1]).exists(), row.id
         else:

@@ -138,25 +138,29 @@ def test_the_bound_holds(tmp_path: Path, start: START) -> None:
 
 
 def test_pages_of_several_pools(start: START) -> None:
-    """The second pool has the pages 0 to 7, so that a window of two ends at 8 or before."""
+    """The second pool has the pages 0 to 3 and 5 to 7."""
     controller = start()
     controller.back_up()
     storage, pool, keys = controller.storage, controller.pool, controller.keys(PROMPT)
     storage.register_mem_host_pool_v2(pool, PoolName.SWA)
-    indices = pool.alloc(8 * PAGE)
+    indices = pool.alloc(7 * PAGE)
+    pool.kv_buffer.view(torch.int16).random_(1, 999)
     pages = [pool.get_data_page(begin).view(torch.int16).clone() for begin in indices[::PAGE]]
-    stored = PoolTransfer(name=PoolName.SWA, host_indices=indices, keys=keys[:8])
-    assert storage.batch_set_v2([stored]) == {PoolName.SWA: [True] * 8}
-    for policy, num_keys in ((PoolHitPolicy.ALL_PAGES, 10), (PoolHitPolicy.TRAILING_PAGES, 2)):
-        asked = PoolTransfer(name=PoolName.SWA, keys=keys[:num_keys], hit_policy=policy)
-        result = storage.batch_exists_v2(keys, [asked])
-        assert (result.kv_hit_pages, result.extra_pool_hit_pages) == (8, {"kv": 10, "swa": 8})
+    stored = PoolTransfer(name=PoolName.SWA, host_indices=indices, keys=[*keys[:4], *keys[5:8]])
+    assert storage.batch_set_v2([stored]) == {PoolName.SWA: [True] * 7}
+    cases = (PoolHitPolicy.ALL_PAGES, 10, 4), (PoolHitPolicy.TRAILING_PAGES, 2, 8)
+    for policy, num_keys, num_pages in cases:
+        transfer = PoolTransfer(name=PoolName.SWA, keys=keys[:num_keys], hit_policy=policy)
+        result = storage.batch_exists_v2(keys, [transfer])
+        assert result.kv_hit_pages == num_pages
+        assert result.extra_pool_hit_pages == {"kv": 10, "swa": num_pages}
+    assert result.restorable_prefix_pages == [1, 2, 3, 4, 7, 8]
     pool.kv_buffer.zero_()
-    assert storage.batch_get_v2([stored]) == {PoolName.SWA: [True] * 8}
-    for begin, page in zip(indices[::PAGE], pages, strict=True):
-        assert torch.equal(pool.get_data_page(begin).view(torch.int16), page)
+    assert storage.batch_get_v2([stored]) == {PoolName.SWA: [True] * 7}
     absent = PoolTransfer(name=PoolName.SWA, host_indices=indices[: 2 * PAGE], keys=keys[8:])
     assert storage.batch_get_v2([absent]) == {PoolName.SWA: [False] * 2}
+    for begin, page in zip(indices[::PAGE], pages, strict=True):
+        assert torch.equal(pool.get_data_page(begin).view(torch.int16), page)
 
 
 @pytest.mark.parametrize(

@@ -273,8 +273,8 @@ def own(timeout: float | None) -> Callable[[Path, int, int, int], Format]:
 
 
 FORMATS: dict[str, Callable[[Path, int, int, int], Format]] = {
-    "file a value, O_DIRECT (vLLM)": lambda folder, *_: FilePerValue(folder, direct=True),
-    "file a value, cached (LMCache)": lambda folder, *_: FilePerValue(folder, direct=False),
+    "file a value by O_DIRECT (vLLM)": lambda folder, *_: FilePerValue(folder, direct=True),
+    "file a value by the cache (LMCache)": lambda folder, *_: FilePerValue(folder, direct=False),
     "slots of one file, O_DIRECT": lambda folder, size, count, _: Slots(folder, size, count),
     "mapped file": lambda folder, size, count, _: Mapped(folder, size, count),
     "SQLite rows": lambda folder, size, count, _: Rows(folder, 2 * size * count + 64 * MIB),

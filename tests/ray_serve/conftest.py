@@ -19,7 +19,11 @@ from support.tiny_models import make_checkpoint
 
 FLAGS = ("--served-model-name", "tiny", "--num-blocks", "160", "--dtype", "float32")
 # What Ray says of a node or a proxy that had too little time, as on a busy machine.
-TOO_SLOW = ("timed out during startup", "it was cancelled before it started running")
+TOO_SLOW = (
+    "timed out during startup",
+    "it was cancelled before it started running",
+    "HTTP proxies not available",
+)
 # A proxy that is not ready after three such times is ended.
 MORE_TIME = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "19"}
 

@@ -28,15 +28,10 @@ import torch
 from fakes.fake_engine import RandomChunks
 from fakes.fake_runner import tokens_of_plan
 from fakes.plain_drafts import HostileDrafter, plain_drafter
-from prefixcache.config.engine_config import (
-    LEAST_CODE_BLOCK,
-    Activations,
-    CacheConfig,
-    EngineConfig,
-    KVCacheDType,
-    SchedulerConfig,
-    SpeculationConfig,
-)
+from prefixcache.config.engine_config import Activations, EngineConfig
+from prefixcache.config.engine_parts.cache_config import LEAST_CODE_BLOCK, CacheConfig, KVCacheDType
+from prefixcache.config.engine_parts.scheduler_config import SchedulerConfig
+from prefixcache.config.engine_parts.speculation_config import SpeculationConfig
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.engine.build import _make_drafter, build
 from prefixcache.engine.engine import Engine

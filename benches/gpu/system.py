@@ -11,7 +11,9 @@ from functools import partial
 import torch
 from shapes import Shape
 
-from prefixcache.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
+from prefixcache.config.engine_config import EngineConfig
+from prefixcache.config.engine_parts.cache_config import CacheConfig
+from prefixcache.config.engine_parts.scheduler_config import SchedulerConfig
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.engine.engine import Engine
 from prefixcache.engine.request_rules import RequestRules

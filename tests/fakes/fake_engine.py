@@ -12,7 +12,7 @@ from fakes.fake_cache import make_cache
 from fakes.fake_runner import FakeRunner
 from fakes.late_runner import LateRunner
 from fakes.plain_runner import VOCAB_SIZE
-from prefixcache.config.engine_config import SchedulerConfig
+from prefixcache.config.engine_parts.scheduler_config import SchedulerConfig
 from prefixcache.engine.engine import Engine
 from prefixcache.engine.request_rules import RequestRules
 from prefixcache.kv.cache_manager import CacheManager

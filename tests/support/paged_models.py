@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fakes.fake_cache import make_cache
-from prefixcache.config.engine_config import SchedulerConfig
+from prefixcache.config.engine_parts.scheduler_config import SchedulerConfig
 from prefixcache.kv.specs import kv_layout
 from prefixcache.models.replaceable import ReplaceableModel
 from prefixcache.runner.torch.attention.base import AttentionBackend, AttentionSpec

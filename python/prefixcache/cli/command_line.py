@@ -5,23 +5,21 @@ A flag is looked for on the command line, then in the environment, then in the f
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import Field, dataclass
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, TypeVar, get_args
 
 import click
-from click.core import ParameterSource
 
+from prefixcache.cli.flag_option import FlagOption, dashed, from_environment, read_file
 from prefixcache.cli.vllm_options import VllmOption, plain_options
-from prefixcache.config.checked import adapter, check, hints, shown
+from prefixcache.config.checked import shown
 from prefixcache.config.flags import HelpGroup, build, closest, leaves
 from prefixcache.exceptions import (
     FieldError,
@@ -32,10 +30,7 @@ from prefixcache.exceptions import (
 )
 
 T = TypeVar("T")
-# Where a user said a value, and the value.
-PlacedValue = tuple[str, Any]
 
-_VARIABLES = "PREFIXCACHE_"
 _SOURCES = (
     "Options can also be set in the environment (--some-name as PREFIXCACHE_SOME_NAME, several "
     "values with spaces between them) or in the YAML file of --config (as some_name). Precedence: "
@@ -46,7 +41,6 @@ _SHARED = ("Model", "Server", "Access", "TLS", "Scheduling", "Cache")
 _FEW = 20
 _UNKNOWN = "prefixcache.unknown"  # options that do not exist, in a context
 _HELP = "prefixcache.help"  # what was asked of --help, in a context
-_METAVARS = {int: "<int>", float: "<number>", str: "<text>", Path: "<path>"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +77,7 @@ class Given:
         return joined([put(part) for part in error.errors])
 
     def _place(self, name: str) -> str:
-        return self.places.get(name, _dashed(name))
+        return self.places.get(name, dashed(name))
 
     def of(self, kind: type[Any]) -> dict[str, Any]:
         """Those values that belong to the dataclass or its parts."""
@@ -210,8 +204,8 @@ class FlagCommand(click.Command):
             raise given.placed(error, self._flags) from None
 
     def _given(self, ctx: click.Context) -> Given:
-        path = ctx.params["config"] or _variable("config")
-        file = _read_file(Path(path), self._flags) if path else {}
+        path = ctx.params["config"] or from_environment("config")
+        file = read_file(Path(path), self._flags) if path else {}
         values = {name: ctx.params[name] for name in ctx.params if name not in self._flags}
         places = dict[str, str]()
 
@@ -336,107 +330,6 @@ class FlagGroup(FlagCommand, click.Group):  # pyright: ignore[reportIncompatible
         self.format_commands(ctx, formatter)
 
 
-class FlagOption(click.Option):
-    """The option of one flag: a field `one` of the dataclass `kind`."""
-
-    name: str
-
-    def __init__(self, kind: type[Any], field: Field[Any]) -> None:
-        declared = field.metadata
-        hint = hints(kind)[field.name]
-        value_type = _value_type(hint)
-        names = [_dashed(name) for name in (field.name, *declared["aliases"])]
-        if value_type is bool:
-            names = [f"{name}/--no-{name.removeprefix('--')}" for name in names]
-        default = declared["shown"] or _shown_default(field.default)
-        super().__init__(
-            [field.name, *names],
-            type=bool if value_type is bool else click.UNPROCESSED,
-            default=None,
-            multiple=get_origin(hint) is tuple,
-            metavar=declared["metavar"] or _metavar(value_type),
-            help=declared["help"] + (f"  [default: {default}]" if default else ""),
-        )
-        self.group: HelpGroup = declared["group"]
-        self.greedy: bool = declared["greedy"]
-        self.is_common: bool = declared["common"]
-        self._other_variable: str = declared["variable"]
-        self._is_listed: bool = declared["listed"]
-        self._kind = kind
-        self._is_secret = not field.repr
-
-    def said(self, ctx: click.Context, file: Mapping[str, PlacedValue]) -> PlacedValue | None:
-        """Where a value is said, and the value; None where none is. Raises `FieldError`."""
-        positional = ctx.params.get(f"{self.name}_argument")
-        if positional is not None:
-            return self.name.upper(), positional
-        if ctx.get_parameter_source(self.name) is ParameterSource.COMMANDLINE:
-            return self.opts[0], ctx.params[self.name]
-        text = _variable(self.name)
-        if text is not None:
-            several = self.multiple and not self._is_listed
-            return _VARIABLES + self.name.upper(), text.split() if several else text
-        if self.name in file or not self._other_variable:
-            return file.get(self.name)
-        text = _environment(self._other_variable)
-        return None if text is None else (self._other_variable, text)
-
-    def read(self, place: str, value: Any) -> Any:
-        """The checked value: text counts as what it spells. Raises `FieldError` with the place."""
-        parts: tuple[Any, ...] = tuple(value) if isinstance(value, (list, tuple)) else (value,)
-        if self._is_listed:
-            parts = tuple(item for part in parts for item in _items(place, part))
-        return check(
-            adapter(hints(self._kind)[self.name]),
-            place,
-            parts if self.multiple else value,
-            strict=not all(isinstance(part, str) for part in parts),
-            secret=self._is_secret,
-        )
-
-
-def _items(place: str, value: Any) -> list[Any]:
-    """The values that one stands for: of a JSON list, as vLLM takes it, or between commas."""
-    if not isinstance(value, str):
-        return [value]
-    if not value.lstrip().startswith("["):
-        return value.replace(",", " ").split() or [value]
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        raise FieldError(place, f"is not a JSON list, got {shown(value)}.") from None
-
-
-def _read_file(path: Path, flags: Mapping[str, FlagOption]) -> dict[str, PlacedValue]:
-    """What the file says, by the names of flags. Raises `FieldError`.
-
-    Keys are names or aliases of flags, with dashes or without. An error about the file shows
-    no line of it: there may be a key in it.
-    """
-    import yaml
-
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise FieldError("--config", f"cannot read {path}: {error.strerror}.") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" (line {mark.line + 1})" if mark else ""
-        raise FieldError("--config", f"takes a YAML file; {path} is none{where}.") from None
-    if not isinstance(content, dict | None):
-        raise FieldError("--config", f"takes flags and their values; {path} holds none.")
-    names = {_plain(name): option.name for option in flags.values() for name in option.opts}
-    values = dict[str, PlacedValue]()
-    for key, value in (content or {}).items():
-        name = _plain(key)
-        if name not in names:
-            problem = f"is not a flag of this command{closest(name, names) or '.'}"
-            raise FieldError(f"{shown(key)} in {path}", problem)
-        if value is not None:
-            values[names[name]] = (f"{key} in {path}", value)
-    return values
-
-
 def _spread(args: Sequence[str], greedy: Collection[str]) -> list[str]:
     """`--name a b` as `--name a --name b`, for the greedy options."""
     spread, option, count = list[str](), "", 0
@@ -456,48 +349,3 @@ def _without(args: Sequence[str], unknown: str) -> list[str]:
     place = next(i for i, arg in enumerate(args) if arg.partition("=")[0] == unknown)
     has_value = "=" not in args[place] and not "".join(args[place + 1 : place + 2]).startswith("-")
     return [*args[:place], *args[place + 1 + has_value :]]
-
-
-def _variable(name: str) -> str | None:
-    """A flag's value in the environment. Raises `FieldError`."""
-    return _environment(_VARIABLES + name.upper())
-
-
-def _environment(variable: str) -> str | None:
-    """What a variable says.
-
-    Raises `FieldError` for an empty one: it would start an open server for somebody who wanted a
-    key, and tells nothing of any other flag.
-    """
-    text = os.environ.get(variable)
-    if text is not None and not text.strip():
-        raise FieldError(variable, "is set but empty. Give it a value, or unset it.")
-    return text
-
-
-def _dashed(name: str) -> str:
-    """The option's name; one or two letters get one dash, as in vLLM."""
-    return ("-" if len(name) <= 2 else "--") + name.replace("_", "-")
-
-
-def _plain(name: object) -> str:
-    return str(name).removeprefix("--").replace("-", "_")
-
-
-def _value_type(hint: Any) -> Any:
-    """The type of one value, without what it is wrapped in: `Annotated`, `| None`, a tuple."""
-    while get_origin(hint) is not Literal and get_args(hint):
-        hint = get_args(hint)[0]
-    return hint
-
-
-def _metavar(value_type: Any) -> str | None:
-    if get_origin(value_type) is Literal:
-        return f"[{'|'.join(map(str, get_args(value_type)))}]"
-    return _METAVARS.get(value_type)
-
-
-def _shown_default(value: Any) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return "" if value in (None, ()) else str(value)

@@ -12,12 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefixcache._core import DraftIndex
-from prefixcache.config.engine_config import (
-    Activations,
-    CacheConfig,
-    EngineConfig,
-    SpeculationConfig,
-)
+from prefixcache.config.engine_config import Activations, EngineConfig
+from prefixcache.config.engine_parts.cache_config import CacheConfig
+from prefixcache.config.engine_parts.speculation_config import SpeculationConfig
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.engine.engine import Engine
 from prefixcache.engine.request_rules import RequestRules

@@ -6,7 +6,7 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from prefixcache.config.engine_config import EvictionPolicy
+from prefixcache.config.engine_parts.cache_config import EvictionPolicy
 from prefixcache.core import PrefixCache
 from prefixcache.kv.specs import GroupKind
 

@@ -8,7 +8,7 @@ from typing import Annotated
 from annotated_types import Ge, MinLen
 
 from prefixcache.config.checked import Checked, NonNegativeFloat, PositiveFloat, PositiveInt
-from prefixcache.config.engine_config import ByteSize
+from prefixcache.config.engine_parts.flag_values import ByteSize
 from prefixcache.config.flags import flag
 from prefixcache.exceptions import FieldError
 

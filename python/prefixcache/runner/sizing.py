@@ -6,7 +6,8 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from prefixcache.config.engine_config import CacheConfig, EngineConfig
+from prefixcache.config.engine_config import EngineConfig
+from prefixcache.config.engine_parts.cache_config import CacheConfig
 from prefixcache.config.machine import machine_memory
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.exceptions import ConfigError, FieldError, OutOfMemoryError

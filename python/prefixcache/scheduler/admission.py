@@ -7,7 +7,7 @@ import sys
 from collections import Counter, deque
 from enum import Enum, auto
 
-from prefixcache.config.engine_config import SchedulerConfig
+from prefixcache.config.engine_parts.scheduler_config import SchedulerConfig
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.scheduler.budget import StepBudget
 from prefixcache.scheduler.in_flight import InFlight

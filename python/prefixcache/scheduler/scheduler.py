@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prefixcache.config.engine_config import SchedulerConfig
+from prefixcache.config.engine_parts.scheduler_config import SchedulerConfig
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.scheduler.admission import Admission, AdmissionResult, PrefixHits
 from prefixcache.scheduler.budget import Chunk, StepBudget, running_chunks

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixcache.config.checked import is_count, shown
-from prefixcache.config.engine_config import HitTiers
+from prefixcache.config.engine_parts.scheduler_config import HitTiers
 from prefixcache.exceptions import wrong
 from prefixcache.types.modes import InFlightMode
 from prefixcache.types.retention_range import RetentionRange, check_ranges, check_within

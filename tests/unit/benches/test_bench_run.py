@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from prefixcache.cli.main import app
-from prefixcache.config.engine_config import SpeculationConfig
+from prefixcache.config.engine_parts.speculation_config import SpeculationConfig
 from prefixcache.exceptions import ConfigError
 from prefixcache.tools.bench.arrivals import LoadConfig
 from prefixcache.tools.bench.bench_options import BenchOptions

@@ -19,7 +19,8 @@ from click.testing import CliRunner, Result
 from prefixcache.cli.command_line import Given
 from prefixcache.cli.main import app
 from prefixcache.config.checked import Checked, adapter, check, hints
-from prefixcache.config.engine_config import CacheConfig, EngineConfig
+from prefixcache.config.engine_config import EngineConfig
+from prefixcache.config.engine_parts.cache_config import CacheConfig
 from prefixcache.exceptions import FieldError
 from prefixcache.server.options.serve_options import ServeOptions
 from prefixcache.tools.replay.replay_options import ReplayOptions

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from equality import WIDE, Bench, Counts, make_pair, random_schedule
 from prefixcache._core import Cpu
-from prefixcache.config.engine_config import Activations, CacheConfig, EngineConfig
+from prefixcache.config.engine_config import Activations, EngineConfig
+from prefixcache.config.engine_parts.cache_config import CacheConfig
 from prefixcache.engine.build import BuiltEngine, build
 from prefixcache.exceptions import ConfigError
 from prefixcache.models.hub import resolve_model

@@ -23,7 +23,8 @@ from equality import (
     with_windows,
 )
 from prefixcache._core import Cpu
-from prefixcache.config.engine_config import CacheConfig, EngineConfig
+from prefixcache.config.engine_config import EngineConfig
+from prefixcache.config.engine_parts.cache_config import CacheConfig
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.engine.build import BuiltEngine, build
 from prefixcache.engine.engine import Engine

@@ -21,7 +21,7 @@ from fakes.fake_blocks import BLOCK_BYTES, slow_clock
 from fakes.fake_engine import make_engine, make_request
 from fakes.fake_memory import FakeMemory, lone_answer, make_versioned_engine
 from fakes.fake_runner import answer_alone
-from prefixcache.config.engine_config import CacheConfig, ElasticConfig
+from prefixcache.config.engine_parts.cache_config import CacheConfig, ElasticConfig
 from prefixcache.engine.engine import Engine
 from prefixcache.engine.pool_watch import PoolWatch, adjust_pool
 from prefixcache.engine.sizing.elastic import SelfSizing

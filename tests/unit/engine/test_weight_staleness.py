@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fakes.fake_memory import lone_answer, make_versioned_engine
-from prefixcache.config.engine_config import CacheConfig
+from prefixcache.config.engine_parts.cache_config import CacheConfig
 from prefixcache.exceptions import FieldError, InvalidRequestError
 from prefixcache.kv.specs import GroupKind
 from prefixcache.types.request import CacheOptions, Request

@@ -13,7 +13,7 @@ import torch
 from fakes.fake_engine import make_engine, make_request
 from fakes.fake_memory import NAMES, make_versioned_engine
 from fakes.fake_runner import FakeRunner, answer_alone
-from prefixcache.config.engine_config import SchedulerConfig
+from prefixcache.config.engine_parts.scheduler_config import SchedulerConfig
 from prefixcache.engine.engine import Engine
 from prefixcache.exceptions import ConfigError, InvalidRequestError
 from prefixcache.types.request import CacheOptions

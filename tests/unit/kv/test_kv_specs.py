@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fakes.fake_cache import make_cache
-from prefixcache.config.engine_config import CacheConfig
+from prefixcache.config.engine_parts.cache_config import CacheConfig
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.core import PrefixCache
 from prefixcache.exceptions import FieldError

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from prefixcache.config.engine_config import CacheConfig
+from prefixcache.config.engine_parts.cache_config import CacheConfig
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.exceptions import FieldError, OutOfMemoryError
 from prefixcache.kv.kv_folder import FileLayout, KeptFile, open_kept_file

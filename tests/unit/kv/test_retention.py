@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from fakes.fake_cache import make_cache
-from prefixcache.config.engine_config import CacheConfig, EngineConfig
+from prefixcache.config.engine_config import EngineConfig
+from prefixcache.config.engine_parts.cache_config import CacheConfig
 from prefixcache.engine.build import build
 from prefixcache.engine.change_log import ChangeLog
 from prefixcache.exceptions import ConfigError

@@ -13,7 +13,9 @@ from unittest import mock
 import pytest
 from transformers import AutoConfig, GenerationConfig
 
-from prefixcache.config.engine_config import Attention, CacheConfig, EngineConfig, SchedulerConfig
+from prefixcache.config.engine_config import Attention, EngineConfig
+from prefixcache.config.engine_parts.cache_config import CacheConfig
+from prefixcache.config.engine_parts.scheduler_config import SchedulerConfig
 from prefixcache.config.generation_fields import NOT_OBEYED, OBEYED, WITHOUT_EFFECT
 from prefixcache.config.model_config import GenerationDefaults, ModelConfig
 from prefixcache.config.rope_config import RopeConfig

@@ -13,7 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma4TextConfig
 
-from prefixcache.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
+from prefixcache.config.engine_config import EngineConfig
+from prefixcache.config.engine_parts.cache_config import CacheConfig
+from prefixcache.config.engine_parts.scheduler_config import SchedulerConfig
 from prefixcache.config.model_config import ExpertsConfig, ModelConfig
 from prefixcache.config.rope_config import RopeConfig
 from prefixcache.engine.build import build

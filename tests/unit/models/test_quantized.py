@@ -15,7 +15,7 @@ from prefixcache.models.arrays import BFLOAT16, DTYPES, FLOAT32
 from prefixcache.models.decoder.shapes import LinearShape
 from prefixcache.models.quantized import QUANT_FORMATS, QuantizedTensor, quant_block_size, row_bytes
 from prefixcache.runner.cpu.linear import CpuEmbedding, CpuLinear, KernelDType
-from prefixcache.runner.torch.decoder_model import Builder
+from prefixcache.runner.torch.decoder.builder import Builder
 from prefixcache.runner.torch.ops.sets import Ops
 from support.loaded import CPU, to_numpy, to_torch
 from support.tiny_gguf import random_blocks

@@ -45,7 +45,7 @@ REGISTRATION = """
 """
 ADDITIONS = {
     "a flag": {
-        "config/engine_config.py": (
+        "config/engine_parts/cache_config.py": (
             '    made_up: PositiveInt = flag(7, "A made-up number.", "Cache")\n',
             "    block_size: Annotated[PositiveInt, Le(MAX_BLOCK_SIZE)] = flag(",
         )

@@ -12,7 +12,7 @@ import pytest
 from fakes.fake_engine import make_engine, make_request
 from fakes.fake_runner import answer_alone
 from fakes.plain_runner import KnownStep
-from prefixcache.config.engine_config import SchedulerConfig
+from prefixcache.config.engine_parts.scheduler_config import SchedulerConfig
 from prefixcache.engine.engine import Engine
 from prefixcache.exceptions import ConfigError
 from prefixcache.scheduler.budget import MIN_CHUNK, TIMES_LONGER_ALONE, StepBudget

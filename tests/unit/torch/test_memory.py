@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from fakes.tape import TapeCapture
-from prefixcache.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
+from prefixcache.config.engine_config import EngineConfig
+from prefixcache.config.engine_parts.cache_config import CacheConfig
+from prefixcache.config.engine_parts.scheduler_config import SchedulerConfig
 from prefixcache.exceptions import ConfigError, FieldError, OutOfMemoryError
 from prefixcache.runner.torch import device as runner_device
 from prefixcache.runner.torch.attention.flashinfer import FlashInferAttention

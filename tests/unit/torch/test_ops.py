@@ -13,7 +13,7 @@ from prefixcache.config.rope_config import RopeConfig
 from prefixcache.models.decoder.shapes import LinearShape
 from prefixcache.models.rope import inverse_frequencies
 from prefixcache.runner.cpu.linear import CpuEmbedding, CpuLinear
-from prefixcache.runner.torch.decoder_model import Builder
+from prefixcache.runner.torch.decoder.builder import Builder
 from prefixcache.runner.torch.ops.activation import gelu_tanh, silu
 from prefixcache.runner.torch.ops.rope import RotaryEmbedding
 from prefixcache.runner.torch.ops.sets import Ops

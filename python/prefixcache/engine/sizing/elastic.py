@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from prefixcache.config.engine_config import ElasticConfig
+from prefixcache.config.engine_parts.cache_config import ElasticConfig
 from prefixcache.kv.elastic import ElasticPool
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from functools import partial
 from threading import Lock
 
 from prefixcache.config.checked import shown
-from prefixcache.config.engine_config import parse_memory
+from prefixcache.config.engine_parts.flag_values import parse_memory
 from prefixcache.engine.commands import EngineState, RunBetweenSteps
 from prefixcache.engine.steps import InFlightRequests
 from prefixcache.exceptions import InvalidRequestError, OutOfMemoryError, wrong

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from prefixcache._core import BlockStaging, derive_digest
-from prefixcache.config.engine_config import CacheConfig
+from prefixcache.config.engine_parts.cache_config import CacheConfig
 from prefixcache.config.home import cache_home
 from prefixcache.exceptions import FieldError
 from prefixcache.kv.tiers.disk_store import SCOPE_BYTES, DiskStore, void

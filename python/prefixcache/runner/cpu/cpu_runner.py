@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import cast
 
 from prefixcache._core import Cpu
-from prefixcache.config.engine_config import Activations, CacheConfig, EngineConfig
+from prefixcache.config.engine_config import Activations, EngineConfig
+from prefixcache.config.engine_parts.cache_config import CacheConfig
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.exceptions import FieldError
 from prefixcache.kv.buffers import BlockTableBuffers

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, cast
 
 from pydantic import BaseModel
 
-from prefixcache.config.engine_config import HitTiers
+from prefixcache.config.engine_parts.scheduler_config import HitTiers
 from prefixcache.exceptions import wrong
 from prefixcache.server.http.body import RequestFields, Strings, check_length
 from prefixcache.server.jobs.structured_fields import (

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, cast, get_args
 from annotated_types import Ge, Le, MinLen
 
 from prefixcache.config.checked import Checked, Count, PositiveFloat, PositiveInt, ReadBy
-from prefixcache.config.engine_config import ByteSize
+from prefixcache.config.engine_parts.flag_values import ByteSize
 from prefixcache.config.flags import flag
 from prefixcache.config.logs import LogFormat, LogLevel
 from prefixcache.config.vllm_flags import KEY_VARIABLE

@@ -13,7 +13,8 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from prefixcache.config.engine_config import CacheConfig, EngineConfig
+from prefixcache.config.engine_config import EngineConfig
+from prefixcache.config.engine_parts.cache_config import CacheConfig
 from prefixcache.exceptions import FieldError, PrefixCacheError
 from prefixcache.models.hub import read_config, resolve_model
 from prefixcache.tools.bench.bench_options import BenchOptions

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from annotated_types import MinLen
 
 from prefixcache.config.checked import Checked, NonNegativeFloat, PositiveInt, shown
-from prefixcache.config.engine_config import ByteSize
+from prefixcache.config.engine_parts.flag_values import ByteSize
 from prefixcache.config.flags import flag
 from prefixcache.exceptions import FieldError
 from prefixcache.tools.replay.sizes import Size, parse_size, parse_sizes

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 
 from prefixcache.exceptions import ConfigError, FieldError
 from prefixcache.ray_serve.application import build_application
@@ -29,13 +31,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 APPLICATION = "prefixcache"
+# What Ray raises for parts of it that do not start, or not in time.
+_RAY_ERRORS = (RuntimeError, TimeoutError, RayError, RayServeException)
 
 
 def serve_ray(config: EngineConfig, options: ServeOptions, ray_options: RayOptions) -> None:
     """Serves until SIGINT or SIGTERM.
 
     Raises `ConfigError` for what can be found wrong before a cluster is started, where there is
-    none at `--address`, and where no replica starts.
+    none at `--address`, and where Ray's HTTP servers or the replicas do not start.
     """
     begun = time.perf_counter()
     tell_untried()
@@ -112,15 +116,19 @@ def _start_proxies(options: ServeOptions) -> int:
     with listening(options) as listener:
         port = listener.getsockname()[1]
     tls = options.tls
-    serve.start(
-        http_options={
-            "host": options.host,
-            "port": port,
-            "keep_alive_timeout_s": options.timeout_keep_alive,
-            "ssl_certfile": None if tls.ssl_certfile is None else str(tls.ssl_certfile),
-            "ssl_keyfile": None if tls.ssl_keyfile is None else str(tls.ssl_keyfile),
-        }
-    )
+    http_options = {
+        "host": options.host,
+        "port": port,
+        "keep_alive_timeout_s": options.timeout_keep_alive,
+        "ssl_certfile": None if tls.ssl_certfile is None else str(tls.ssl_certfile),
+        "ssl_keyfile": None if tls.ssl_keyfile is None else str(tls.ssl_keyfile),
+    }
+    try:
+        serve.start(http_options=http_options)
+    except _RAY_ERRORS as error:
+        raise ConfigError(
+            f"Ray's HTTP servers did not start ({error}): start again when the machine is less busy"
+        ) from error
     return port
 
 
@@ -128,5 +136,5 @@ def _run(config: EngineConfig, options: ServeOptions, ray_options: RayOptions) -
     application = build_application(config, options, ray_options)
     try:
         serve.run(application, name=APPLICATION, route_prefix="/")
-    except RuntimeError as error:
+    except _RAY_ERRORS as error:
         raise ConfigError(f"The replicas did not start: {error}") from error

@@ -8,12 +8,14 @@ import queue
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 
+from prefixcache.cli.main import app
 from prefixcache.core import BlockHashes, PrefixCache
 from prefixcache.events.reader import Update
 from prefixcache.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, SnapshotHeader
@@ -46,6 +48,8 @@ from support.serving import client_of, wait_until
 
 pytest.importorskip("ray")
 
+import ray
+from ray import serve
 from ray.exceptions import RayActorError
 
 from prefixcache.ray_serve import known_caches
@@ -411,6 +415,34 @@ def test_wrong_numbers_of_replicas_are_rejected(flags: dict[str, Any], name: str
     with pytest.raises(FieldError) as error:
         RayOptions(**flags)
     assert error.value.field == name
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        # As Ray 2.60 ends a wait for its proxies and its replicas.
+        ("start", TimeoutError("HTTP proxies not available after 60s."), "less busy"),
+        ("start", RayActorError(), "less busy"),
+        ("run", TimeoutError("Proxies not available after 60s."), "The replicas did not start"),
+    ],
+)
+def test_what_ray_does_not_start_is_one_sentence(
+    call: str,
+    error: Exception,
+    text: str,
+    tiny_checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for module, name in ((ray, "init"), (ray, "shutdown"), (serve, "start"), (serve, "run")):
+        monkeypatch.setattr(module, name, mock.Mock(side_effect=error if name == call else None))
+    arguments = ["serve-ray", str(tiny_checkpoint("llama")), "--port", "0"]
+    with mock.patch.dict("os.environ"), pytest.raises(SystemExit) as ended:
+        app(arguments)
+    assert ended.value.code == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
+    assert str(error) in line
+    assert text in line
 
 
 def test_events_tell_what_a_replica_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from prefixcache.diagnostics.history import (
     shared_tokens,
 )
 from prefixcache.diagnostics.spans import PromptSource, span_at
+from prefixcache.types.request import CacheScope
 from prefixcache.types.token_ids import TokenIds
 
 Offender = Literal["date", "id", "tool_order", "tools_changed", "billing_header", "chat_template"]
@@ -98,7 +99,6 @@ class Finding:
     position: int = 0
     request_id: str = ""
     last_time: float = 0.0
-    salt: str | None = None
     difference: Difference | None = None
     offender: Offender | None = None
     advice: str = ""
@@ -122,7 +122,6 @@ class Finding:
     def as_json(self) -> dict[str, Any]:
         """For clients, with the line that describes it."""
         shown = asdict(self)
-        del shown["salt"]
         shown["difference"] = None if self.difference is None else self.difference.as_json()
         return shown | {"description": str(self)}
 
@@ -171,9 +170,7 @@ def advice_for(prompt: RememberedPrompt, history: PromptHistory, *, block_size: 
 
     Where an earlier prompt differs by text that can be named, as by a date, that too.
     """
-    nearest = history.nearest(
-        prompt.token_ids, owner=prompt.owner, salt=prompt.salt, before=prompt.arrival
-    )
+    nearest = history.nearest(prompt.token_ids, prompt.scope, before=prompt.arrival)
     miss = None if nearest is None else _recomputed(prompt, nearest[0], block_size)
     if miss is None or miss.tokens < block_size:
         return "" if prompt.miss is None else _LOST.get(prompt.miss.reason, "")
@@ -222,7 +219,7 @@ class _Seen:
         last one that has the most of what follows. One that varies at its first token is compared
         with the last one.
         """
-        nearest = self._history.nearest(prompt.token_ids, owner=prompt.owner, salt=prompt.salt)
+        nearest = self._history.nearest(prompt.token_ids, prompt.scope)
         earlier, shared = nearest or (None, 0)
         begin = prompt.token_ids[: max(0, shared - _SLACK)]
         newer = (newer for newer in self._recent if _client_of(newer) == _client_of(prompt))
@@ -234,12 +231,8 @@ class _Seen:
         return next(alike, earlier)
 
 
-def _client_of(prompt: RememberedPrompt) -> tuple[str | None, str | None, str]:
-    return *_scope(prompt), prompt.api
-
-
-def _scope(prompt: RememberedPrompt) -> tuple[str | None, str | None]:
-    return prompt.owner, prompt.salt
+def _client_of(prompt: RememberedPrompt) -> tuple[CacheScope, str]:
+    return prompt.scope, prompt.api
 
 
 def _recomputed(
@@ -285,19 +278,19 @@ def _key(miss: _Recomputed) -> object:
     """The same for misses at the same position after the same prefix."""
     difference, source = miss.difference, miss.prompt.source
     if difference is None or difference.character is None or source is None:
-        return miss.reason, _scope(miss.prompt), miss.position
+        return miss.reason, miss.prompt.scope, miss.position
     if miss.offender in ("tool_order", "tools_changed"):
         names = () if miss.offender == "tools_changed" else sorted(source.tool_names())
-        return _scope(miss.prompt), miss.offender, *names
+        return miss.prompt.scope, miss.offender, *names
     start = word_start(source.text, difference.character)
-    return _scope(miss.prompt), difference.message, difference.field, hash(source.text[:start])
+    return miss.prompt.scope, difference.message, difference.field, hash(source.text[:start])
 
 
 def _describe(finding: Finding, miss: _Recomputed) -> None:
     """Describes the newest miss."""
     finding.position, finding.difference = miss.position, miss.difference
     finding.request_id, finding.last_time = miss.prompt.request_id, miss.prompt.time
-    finding.salt, finding.offender = miss.prompt.salt, miss.offender
+    finding.offender = miss.offender
     finding.advice = _advice(miss)
 
 

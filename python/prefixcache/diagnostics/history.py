@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from prefixcache.diagnostics.spans import PromptSource
+from prefixcache.types.request import CacheScope
 from prefixcache.types.token_ids import TokenIds
 
 MissReason = Literal[
@@ -80,17 +81,15 @@ class RememberedPrompt:
 
     `request_id` is the id of the answer, with "-1", "-2" and so on for later prompts of one
     request. `time` is `time.time()` at its arrival, `arrival` the same in `time.monotonic()`.
-    `owner` is the namespace of the API key (`Caller.namespace`), None without keys; `salt` is as
-    the cache knows it. `token_ids` is the array that the request shares. `source` is None where no
-    text is kept. `api` is "completions", "chat", "responses" or "messages".
+    `token_ids` is the array that the request shares. `source` is None where no text is kept. `api`
+    is "completions", "chat", "responses" or "messages".
     Full blocks of the first `write_upto` tokens were published; `cached_tokens` were hits, those of
     `disk_cached_tokens` on a disk. `miss` is None until the reason has been looked up.
     """
 
     request_id: str
     time: float
-    owner: str | None
-    salt: str | None
+    scope: CacheScope
     model: str
     api: str
     token_ids: TokenIds
@@ -169,28 +168,27 @@ class PromptHistory:
     def nearest(
         self,
         token_ids: TokenIds,
+        scope: CacheScope,
         *,
-        owner: str | None,
-        salt: str | None,
         sees_all: bool = False,
         before: float = math.inf,
     ) -> tuple[RememberedPrompt, int] | None:
         """The prompt that shares the most leading tokens, and how many; of equals a new one.
 
-        Only what `owner` sent under `salt` is looked at, unless it `sees_all`, and what arrived
-        `before` that, in seconds of `time.monotonic`. None where nothing shares a token.
+        Only what was sent in `scope` is looked at, unless it `sees_all`, and what arrived `before`
+        that, in seconds of `time.monotonic`. None where nothing shares a token.
         """
         with self._lock:
-            share = self._shares.get(owner, {}).get(salt)
+            share = self._shares.get(scope.client, {}).get(scope.salt)
             own = None if share is None else share.order
             order = self._everything if sees_all else own
             nearest = None if order is None else order.nearest(token_ids, before)
         return None if nearest is None or not nearest[1] else (nearest[0].prompt, nearest[1])
 
-    def find(self, request_id: str, *, owner: str | None) -> RememberedPrompt | None:
-        """The prompt of the answer with that id, which `owner` got; None where it is forgotten."""
+    def find(self, request_id: str, client: str | None) -> RememberedPrompt | None:
+        """The prompt of the answer with that id, which `client` got; None where it is forgotten."""
         with self._lock:
-            number = self._names.get((owner, request_id))
+            number = self._names.get((client, request_id))
             return None if number is None else self._entries[number].prompt
 
     def recent_misses(self, limit: int) -> list[RememberedPrompt]:
@@ -215,11 +213,11 @@ class PromptHistory:
 
     def _add(self, entry: _Entry) -> None:
         prompt = entry.prompt
-        salts = self._shares.setdefault(prompt.owner, {})
-        salts.setdefault(prompt.salt, _Share()).add(entry)
+        salts = self._shares.setdefault(prompt.scope.client, {})
+        salts.setdefault(prompt.scope.salt, _Share()).add(entry)
         self._everything.add(entry)
         self._entries[entry.number] = entry
-        self._names[prompt.owner, prompt.request_id] = entry.number
+        self._names[prompt.scope.client, prompt.request_id] = entry.number
         self._num_bytes += entry.size
 
     def _trim(self, target: int) -> None:
@@ -240,13 +238,13 @@ class PromptHistory:
             if size <= most:
                 return
             size -= entry.size
-            share = salts[entry.prompt.salt]
+            share = salts[entry.prompt.scope.salt]
             self._forget(share.pop_oldest())
             if not share.entries:
-                del salts[entry.prompt.salt]
+                del salts[entry.prompt.scope.salt]
 
     def _forget(self, entry: _Entry) -> None:
-        name = entry.prompt.owner, entry.prompt.request_id
+        name = entry.prompt.scope.client, entry.prompt.request_id
         if self._names.get(name) == entry.number:
             del self._names[name]
         del self._entries[entry.number]

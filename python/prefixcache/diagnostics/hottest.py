@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from prefixcache.diagnostics.history import RememberedPrompt, TokenIds, shared_tokens
+from prefixcache.types.request import CacheScope
 
 # Tokens that two prompts share, by the ids of their arrays.
 _Shared = dict[tuple[int, int], tuple[TokenIds, TokenIds, int]]
@@ -50,9 +51,9 @@ class HotPrefixes:
 
         `prompts` stand in the order of their tokens. Prefixes are whole blocks, as hits are.
         """
-        scopes: dict[tuple[str | None, str | None], list[RememberedPrompt]] = {}
+        scopes: dict[CacheScope, list[RememberedPrompt]] = {}
         for prompt in prompts:
-            scopes.setdefault((prompt.owner, prompt.salt), []).append(prompt)
+            scopes.setdefault(prompt.scope, []).append(prompt)
         before, self._shared = self._shared, {}
         roots = [
             root

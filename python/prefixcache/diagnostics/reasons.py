@@ -22,6 +22,7 @@ from prefixcache.diagnostics.history import (
 )
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.cache_reader import PrefixLookup
+from prefixcache.types.request import CacheScope
 
 # Of the rest of an earlier prompt this many short pieces are looked for in the new one.
 _NUM_PIECES = 16
@@ -42,8 +43,7 @@ class Asked:
     """
 
     token_ids: TokenIds
-    owner: str | None
-    salt: str | None
+    scope: CacheScope
     reads: bool = True
     num_unscored: int | None = None
     hit_tokens: int | None = None
@@ -105,7 +105,7 @@ class Reasons:
 
         Takes time that grows with the prompt, and lets go of the interpreter for most of it.
         """
-        lookup = self._cache.reader.look_up(asked.token_ids, asked.salt)
+        lookup = self._cache.reader.look_up(asked.token_ids, asked.scope.salt)
         hit = self._hit_tokens(asked, lookup)
         own, best = self._nearest(asked, sees_all=sees_all)
         end = hit + self._block_size
@@ -137,13 +137,7 @@ class Reasons:
 
     def _nearest(self, asked: Asked, *, sees_all: bool) -> tuple[_Found, _Found]:
         """Of what was sent under the same salt, and of all that may be known."""
-        nearest = partial(
-            self._history.nearest,
-            asked.token_ids,
-            owner=asked.owner,
-            salt=asked.salt,
-            before=asked.arrival,
-        )
+        nearest = partial(self._history.nearest, asked.token_ids, asked.scope, before=asked.arrival)
         own = nearest()
         everything = nearest(sees_all=True) if sees_all else None
         best = everything if everything and (own is None or everything[1] > own[1]) else own
@@ -176,7 +170,7 @@ class Reasons:
         # A block that was evicted only since then went to the disk later too.
         if len(in_time) == len(evictions) and lookup.disk_blocks(hit // self._block_size):
             return "on_disk", None
-        if seen is not None and seen.salt == asked.salt:
+        if seen is not None and seen.scope.salt == asked.scope.salt:
             forgotten = self._forgotten(seen, evicted)
             if forgotten is not None:
                 return forgotten, None
@@ -194,7 +188,7 @@ class Reasons:
         """The reason for a block of which no eviction is known."""
         if seen is None:
             return "never_seen"
-        if seen.salt != asked.salt:
+        if seen.scope.salt != asked.scope.salt:
             return "another_salt"
         return "write_refused" if seen.write_upto < end else "evicted"
 

@@ -120,8 +120,7 @@ def asked_of(prompt: RememberedPrompt, admitted: Admitted) -> Asked:
     """The question why a prompt missed that was sent."""
     return Asked(
         token_ids=prompt.token_ids,
-        owner=prompt.owner,
-        salt=prompt.salt,
+        scope=prompt.scope,
         reads=admitted.reads,
         num_unscored=admitted.num_unscored,
         hit_tokens=admitted.hit_tokens,

@@ -269,7 +269,7 @@ class Drafter:
 
 def _scope(request: Request) -> bytes:
     """Names whose text a request may see: that under its own salt and API key."""
-    return hashlib.blake2b(repr((request.cache.salt, request.client)).encode()).digest()
+    return hashlib.blake2b(repr(request.scope).encode()).digest()
 
 
 def _before_end(tokens: list[int], end_token_ids: Sequence[int]) -> list[int]:

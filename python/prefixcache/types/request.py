@@ -59,19 +59,20 @@ def _check_group(group_id: object, size: object) -> None:
         raise wrong("group_size", f"must be a number of requests, 1 or more, got {shown(size)}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheScope:
-    """What tells one client's requests from another's, made once where a request is let in.
+class CacheScope(NamedTuple):
+    """Whose requests may learn of each other's prompts: those of one API key under one salt.
 
-    Requests share blocks under the same `salt` alone. Retention hints count against the budget of
-    `owner`; None leaves it to the salt. Clients take turns by `client`, and a router sends requests
-    of one `affinity` to one replica where nothing speaks against it.
+    `client` is the key's name, None without keys. Blocks are shared under the same `salt` alone, of
+    which the key's name is a part: without a salt clients share blocks, and nothing else.
     """
 
-    salt: str | None = None
-    owner: str | None = None
     client: str | None = None
-    affinity: str | None = None
+    salt: str | None = None
+
+    @property
+    def owner(self) -> str | None:
+        """Whose budget retention hints count against; None leaves it to the salt."""
+        return f"key:{self.client}" if self.salt is None and self.client is not None else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,11 +203,15 @@ class Request:
         return self.job_id or self.request_id
 
     @property
+    def scope(self) -> CacheScope:
+        """Whose prompts the request may learn of."""
+        return CacheScope(self.client, self.cache.salt)
+
+    @property
     def group(self) -> PromptGroup | None:
         """The requests that it shares a prompt with, where that is said."""
         if self.cache.group_id is not None:
-            name = (self.client, self.cache.salt, self.cache.group_id)
-            return PromptGroup(name, self.cache.group_size)
+            return PromptGroup((*self.scope, self.cache.group_id), self.cache.group_size)
         return None if self.choices is None else PromptGroup(self.choices[:1], self.choices[1])
 
 

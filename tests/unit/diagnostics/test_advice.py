@@ -13,6 +13,7 @@ from prefixcache.diagnostics.advice import Finding, advice_for, summarize
 from prefixcache.diagnostics.history import Miss, MissReason, PromptHistory, RememberedPrompt
 from prefixcache.diagnostics.spans import PromptSource
 from prefixcache.text.tokenization.chat_template import ChatTemplate
+from prefixcache.types.request import CacheScope
 from prefixcache.types.token_ids import TokenIds, as_token_ids
 from support.tiny_models import CHAT_TEMPLATE
 
@@ -45,8 +46,7 @@ def sent(
     return RememberedPrompt(
         request_id="chatcmpl-1",
         time=0.0,
-        owner=None,
-        salt=None,
+        scope=CacheScope(),
         model="m",
         api="chat",
         token_ids=token_ids(text),

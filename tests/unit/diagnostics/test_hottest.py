@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from prefixcache.diagnostics import evictions
 from prefixcache.diagnostics.history import PromptHistory, RememberedPrompt
 from prefixcache.diagnostics.hottest import HotPrefix, HotPrefixes
+from prefixcache.types.request import CacheScope
 
 BLOCK = 2
 
@@ -20,8 +21,7 @@ def prompt(tokens: list[int], time: float, cached: int, salt: str | None) -> Rem
     return RememberedPrompt(
         request_id=f"request-{time}",
         time=time,
-        owner=None,
-        salt=salt,
+        scope=CacheScope(salt=salt),
         model="tiny",
         api="completions",
         token_ids=np.array(tokens, np.int32),
@@ -52,7 +52,7 @@ def facts(nodes: list[HotPrefix]) -> list[Any]:
     """Every node: its tokens, where it starts, and its counts."""
     found: list[Any] = []
     for node in nodes:
-        name = node.prompt.salt, tuple(node.prompt.token_ids[: node.tokens].tolist())
+        name = node.prompt.scope.salt, tuple(node.prompt.token_ids[: node.tokens].tolist())
         found.append((name, node.start, node.requests, node.hits, node.last_use))
         found += facts(node.children)
     return found
@@ -64,7 +64,7 @@ def obvious(prompts: list[RememberedPrompt]) -> set[Any]:
     for one in prompts:
         tokens = one.token_ids.tolist()
         for length in range(BLOCK, len(tokens) + 1, BLOCK):
-            users.setdefault((one.salt, tuple(tokens[:length])), []).append(one)
+            users.setdefault((one.scope.salt, tuple(tokens[:length])), []).append(one)
     nodes = {
         name: who
         for name, who in users.items()

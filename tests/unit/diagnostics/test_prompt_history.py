@@ -16,6 +16,7 @@ from prefixcache.diagnostics.history import (
     shared_tokens,
 )
 from prefixcache.diagnostics.spans import PromptSource
+from prefixcache.types.request import CacheScope
 
 LARGE = 1 << 24
 
@@ -32,8 +33,7 @@ def prompt(
     return RememberedPrompt(
         request_id=name,
         time=0.0,
-        owner=owner,
-        salt=salt,
+        scope=CacheScope(owner, salt),
         model="m",
         api="completions",
         token_ids=np.array(tokens, np.int32),
@@ -67,7 +67,7 @@ def test_the_nearest_prompt_is_the_newest_of_those_that_share_the_most(sent, ask
         for number, one in enumerate(sent)
         if sees_all or one[1:] == (owner, salt)
     ]
-    found = history.nearest(np.array(tokens, np.int32), owner=owner, salt=salt, sees_all=sees_all)
+    found = history.nearest(np.array(tokens, np.int32), CacheScope(owner, salt), sees_all=sees_all)
     best = max(known, default=(0, 0))
     assert (found and (found[1], int(found[0].request_id))) == (best if best[0] else None)
 
@@ -82,7 +82,7 @@ def test_shared_tokens_of_long_prompts(tokens: list[int], changed: int) -> None:
 
 
 def kept(history: PromptHistory, owner: str | None) -> list[int]:
-    return [int(one.request_id) for one in history.prompts() if one.owner == owner]
+    return [int(one.request_id) for one in history.prompts() if one.scope.client == owner]
 
 
 def test_who_sends_much_pushes_out_nothing_of_who_sends_little() -> None:
@@ -95,10 +95,10 @@ def test_who_sends_much_pushes_out_nothing_of_who_sends_little() -> None:
         history.remember(flood)
         assert history.num_bytes <= 64_000
     assert kept(history, "quiet") == [0]
-    assert history.find("0", owner="quiet") is not None
+    assert history.find("0", "quiet") is not None
     loud = kept(history, "loud")
     assert len(loud) > 30
-    assert history.find(str(loud[-1]), owner="quiet") is None
+    assert history.find(str(loud[-1]), "quiet") is None
 
 
 def test_within_an_owner_each_salt_has_its_share_and_the_oldest_go() -> None:
@@ -106,13 +106,13 @@ def test_within_an_owner_each_salt_has_its_share_and_the_oldest_go() -> None:
     history.remember(prompt(range(50), salt="quiet", name="0"))
     for number in range(500):
         history.remember(prompt(range(number, number + 100), salt="loud", name=str(number)))
-    names = [(one.salt, int(one.request_id)) for one in history.prompts()]
+    names = [(one.scope.salt, int(one.request_id)) for one in history.prompts()]
     assert names[0] == ("quiet", 0)
     loud = [number for _, number in names[1:]]
     assert loud == list(range(500 - len(loud), 500))
     for number in range(500 - len(loud), 500):
         found = history.nearest(
-            np.arange(number, number + 100, dtype=np.int32), owner=None, salt="loud"
+            np.arange(number, number + 100, dtype=np.int32), CacheScope(salt="loud")
         )
         assert found is not None
         assert found[1] == 100
@@ -150,9 +150,9 @@ def test_threads_that_remember_and_read_side_by_side() -> None:
         for number in range(150):
             tokens = range(number, number + 20)
             history.remember(prompt(tokens, owner=owner, name=str(number)))
-            found = history.nearest(np.array(tokens, np.int32), owner=owner, salt=None)
+            found = history.nearest(np.array(tokens, np.int32), CacheScope(owner))
             assert found is not None
-            assert found[0].owner == owner
+            assert found[0].scope.client == owner
 
     threads = [threading.Thread(target=send, args=(name,)) for name in "abc"]
     for thread in threads:

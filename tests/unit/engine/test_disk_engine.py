@@ -27,7 +27,7 @@ from prefixcache.scheduler import loading
 from prefixcache.scheduler.loading import Reads
 from prefixcache.scheduler.step_time import StepTimeModel
 from prefixcache.server.jobs.answers import TokenCounts, usage
-from prefixcache.types.request import CacheOptions, Request, RequestOutput
+from prefixcache.types.request import CacheOptions, CacheScope, Request, RequestOutput
 from prefixcache.types.sampling_params import SamplingParams
 from support.repeatable import slow
 
@@ -271,7 +271,7 @@ def test_a_miss_says_what_lies_on_the_disk(model, tmp_path):
 
     def explained(prompt: list[int], **sent: Any) -> Explanation:
         ids = np.array(prompt, np.int32)
-        asked = Asked(token_ids=ids, owner=None, salt=None, **sent)
+        asked = Asked(token_ids=ids, scope=CacheScope(), **sent)
         return diagnostics.explain(asked, sees_all=True)
 
     found = explained(PROMPT)

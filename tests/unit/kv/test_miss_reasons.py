@@ -19,7 +19,7 @@ from prefixcache.diagnostics.history import Miss, RememberedPrompt
 from prefixcache.diagnostics.reasons import Asked, Explanation
 from prefixcache.diagnostics.room import Admitted
 from prefixcache.kv.retention import Retention
-from prefixcache.types.request import CacheOptions
+from prefixcache.types.request import CacheOptions, CacheScope
 
 BLOCK = 4
 MEMORY = 1 << 20
@@ -43,8 +43,7 @@ class Room:
         remembered = RememberedPrompt(
             request_id=name,
             time=time.time(),
-            owner=owner,
-            salt=options.salt,
+            scope=CacheScope(owner, options.salt),
             model="m",
             api="completions",
             token_ids=request.prompt_token_ids,
@@ -71,9 +70,9 @@ class Room:
         self.diagnostics.end(name, admitted)
         self.diagnostics.settle()
         if admitted.is_refused:
-            assert self.diagnostics.history.find(name, owner=owner) is None
+            assert self.diagnostics.history.find(name, owner) is None
             return Miss(last.num_cached_tokens, "refused")
-        found = self.diagnostics.history.find(name, owner=owner)
+        found = self.diagnostics.history.find(name, owner)
         assert found is not None
         assert found.miss is not None
         assert found.cached_tokens == found.miss.hit_tokens == last.num_cached_tokens
@@ -95,7 +94,7 @@ class Room:
         """What is explained of the prompt before it is sent."""
         self.diagnostics.settle()
         ids = np.array(prompt, np.int32)
-        asked = Asked(token_ids=ids, owner=owner, salt=salt, **options)
+        asked = Asked(token_ids=ids, scope=CacheScope(owner, salt), **options)
         return self.diagnostics.explain(asked, sees_all=sees_all)
 
     def check(self, prompt: Sequence[int], hit: int, reason: str, **options: Any) -> Explanation:
@@ -295,7 +294,7 @@ def test_prompts_in_flight_are_bounded_and_forgotten_where_nothing_was_computed(
     room = Room(memory=1 << 15)
     diagnostics = room.diagnostics
     prompt = RememberedPrompt(
-        "x", 0.0, None, None, "m", "chat", np.zeros(3, np.int32), None, 3, 0, None
+        "x", 0.0, CacheScope(), "m", "chat", np.zeros(3, np.int32), None, 3, 0, None
     )
     for number in range(1000):
         diagnostics.begin(str(number), prompt)

@@ -76,7 +76,7 @@ class PromptsView:
             "requests": node.requests,
             "hits": node.hits,
             "last_use": node.last_use,
-            "salted": node.prompt.salt is not None,
+            "salted": node.prompt.scope.salt is not None,
             "text": self._text(node),
             "children": [self._prefix(child, depth + 1) for child in node.children],
         }
@@ -96,7 +96,7 @@ class PromptsView:
 def _name(node: HotPrefix) -> str:
     """The same for the same tokens and scope, so that a page knows a prefix again."""
     prompt = node.prompt
-    digest = hashlib.blake2b(repr((prompt.owner, prompt.salt)).encode(), digest_size=8)
+    digest = hashlib.blake2b(repr(prompt.scope).encode(), digest_size=8)
     digest.update(prompt.token_ids[: node.tokens].tobytes())
     return digest.hexdigest()
 

@@ -117,19 +117,13 @@ class Caller:
     is_admin: bool = False
     namespace: str | None = None
 
-    def scope(self, salt: str | None, affinity: str | None) -> CacheScope:
-        """The scope of a request with these; with API keys the same text is another for each."""
-        if self.namespace is None:
-            return CacheScope(salt=salt, affinity=affinity)
-        return CacheScope(
-            salt=self._own(salt),
-            owner=f"key:{self.namespace}" if salt is None else None,
-            client=self.namespace,
-            affinity=self._own(affinity),
-        )
+    def scope(self, salt: str | None) -> CacheScope:
+        """The scope of a request with this salt."""
+        return CacheScope(self.namespace, self.own(salt))
 
-    def _own(self, text: str | None) -> str | None:
-        return None if text is None else f"{self.namespace}:{text}"
+    def own(self, text: str | None) -> str | None:
+        """What a client chose; with API keys the same text is another for each."""
+        return text if text is None or self.namespace is None else f"{self.namespace}:{text}"
 
 
 def is_host_name(host: str) -> bool:

@@ -109,8 +109,7 @@ class Diagnosis:
             yield RememberedPrompt(
                 request_id=self.call.id if not index else f"{self.call.id}-{index}",
                 time=wall,
-                owner=self.call.caller.namespace,
-                salt=cache.salt,
+                scope=request.scope,
                 model=self.model,
                 api=api,
                 token_ids=request.prompt_token_ids,
@@ -132,8 +131,8 @@ class Diagnosis:
     def _compared(
         self, name: str, prompt: RememberedPrompt, admitted: Admitted | None
     ) -> Comparison:
-        earlier = self.diagnostics.history.find(name, owner=prompt.owner)
-        if earlier is None or earlier.salt != prompt.salt:
+        earlier = self.diagnostics.history.find(name, prompt.scope.client)
+        if earlier is None or earlier.scope != prompt.scope:
             return Comparison()
         hit = 0 if admitted is None else admitted.hit_tokens
         return compared(prompt, earlier, hit, self.diagnostics.block_size)
@@ -220,7 +219,8 @@ def _earlier_fields(
     earlier: RememberedPrompt, shared: int, prompt: RememberedPrompt, caller: Caller
 ) -> dict[str, Any]:
     """What a caller may know of an earlier prompt: name and text only where the caller sent it."""
-    is_own = caller.is_admin or (earlier.owner is not None and earlier.owner == caller.namespace)
+    client = earlier.scope.client
+    is_own = caller.is_admin or (client is not None and client == caller.namespace)
     difference = find_difference(
         prompt.token_ids, prompt.source, earlier.token_ids, earlier.source, shows_earlier=is_own
     )
@@ -265,8 +265,7 @@ def _changed(prompt: RememberedPrompt, earlier: RememberedPrompt) -> ChangedPart
 def _unsent(request: Request, prompt: RememberedPrompt) -> Asked:
     return Asked(
         token_ids=prompt.token_ids,
-        owner=prompt.owner,
-        salt=prompt.salt,
+        scope=prompt.scope,
         reads=request.cache.read,
         num_unscored=request.params.num_unscored,
     )

@@ -115,13 +115,13 @@ class JobMaker:
         `ServedModel.clamps_max_tokens`. They are read by parsers of `new_parser` where it is given.
         """
         self._check_priority(fields.priority or 0)
-        scope = call.caller.scope(fields.cache_salt, fields.prompt_cache_key)
+        scope = call.caller.scope(fields.cache_salt)
         cache_options = _cache_options(fields, scope, prompts.caching)
         if fields.cache_diagnostics:
             if self.diagnostics is None:
                 raise diagnostics_off("cache_diagnostics")
-            check_may_ask(call.caller, cache_options.salt, "cache_diagnostics")
-        make = partial(self._requests, fields, prompts, params, call, scope, cache_options)
+            check_may_ask(call.caller, scope.salt, "cache_diagnostics")
+        make = partial(self._requests, fields, prompts, params, call, cache_options)
         grammar = None
         if (output := params.structured_output) is not None:
             field = "tools" if fields.structured_output is None else fields.structured_output[0]
@@ -188,7 +188,6 @@ class JobMaker:
         prompts: EncodedPrompts,
         params: SamplingParams,
         call: Call,
-        scope: CacheScope,
         cache_options: CacheOptions,
     ) -> Iterator[Request]:
         fits = fields.given_max_tokens is None or self.served.clamps_max_tokens
@@ -207,9 +206,9 @@ class JobMaker:
                     cache=cache_options,
                     priority=fields.priority or 0,
                     arrival_time=now,
-                    client=scope.client,
+                    client=call.caller.namespace,
                     roles=prompts.roles,
-                    affinity=scope.affinity,
+                    affinity=call.caller.own(fields.prompt_cache_key),
                     choices=(f"{job}-{prompt_index}", params.n) if params.n > 1 else None,
                     prediction=prompts.prediction,
                 )

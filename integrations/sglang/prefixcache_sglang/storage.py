@@ -68,8 +68,6 @@ class PrefixCacheStorage(HiCacheStorage):
         if (refusal := refuse_version(__version__)) is not None:
             raise ValueError(refusal)
         options = storage_config.extra_config or {}
-        root = Path(options["root_dir"])
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
         ranks = dataclasses.asdict(storage_config)
         del ranks["extra_config"], ranks["enable_storage_metrics"], ranks["model_name"]
         if storage_config.is_mla_model and storage_config.tp_size > 1:
@@ -90,7 +88,6 @@ class PrefixCacheStorage(HiCacheStorage):
             "device": str(torch.cuda.get_device_name()) if torch.cuda.is_available() else "cpu",
             "ranks": ranks,
             "arguments": {name: str(getattr(arguments, name)) for name in _ARGUMENTS},
-            "weights": options.get("weights") or _weights(root / "weights.json"),
             "weight_version": self._weight_version,
         }
         self._deadline = float(options.get("deadline_s", 2.0))
@@ -99,7 +96,15 @@ class PrefixCacheStorage(HiCacheStorage):
             f"tp{storage_config.tp_rank}-pp{storage_config.pp_rank}"
             f"-cp{storage_config.attn_cp_rank}-dp{storage_config.dp_rank}"
         )
-        self._store = Store(root / name, int(options["max_bytes"]) // shares, threads=4)
+        folder = Path(options["root_dir"]).expanduser() / name
+        self._store = Store(folder, int(options["max_bytes"]) // shares, threads=4)
+        # In the store's folder, which nobody else can open: notes say which weights pages are of.
+        notes = folder / "weights.json"
+        try:
+            self._parts["weights"] = options.get("weights") or _weights(notes)
+        except BaseException:
+            self._store.close()
+            raise
         self._namespaces: dict[str, bytes] = {}
 
     def register_mem_pool_host(self, mem_pool_host: HostKVCache) -> None:

@@ -75,6 +75,17 @@ def test_other_weights_in_the_same_files_find_nothing(tmp_path: Path, start: STA
     assert start().prefetch() == 0
 
 
+def test_only_folders_of_ranks_are_made_and_nobody_else_may_open_them(
+    tmp_path: Path, start: START
+) -> None:
+    start().close()
+    (folder,) = (tmp_path / "kv").iterdir()
+    assert (folder / "weights.json").is_file()
+    folder.chmod(0o777)
+    with pytest.raises(OSError, match="can be opened by other users"):
+        start()
+
+
 def test_new_weights_while_it_runs_find_and_store_nothing(start: START) -> None:
     controller = start()
     controller.back_up()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from prefixcache_store import Store
 from prefixcache_store.weights import weights_digest
 
 
@@ -33,6 +35,18 @@ def test_weights_are_read_again_only_if_they_changed(
     for damaged in ("", "[1]", "{", '{"a": 1}'):
         notes.write_text(damaged)
         assert weights_digest(write_model(model), notes) == digest
+
+
+def test_notes_that_a_kill_left_go_with_the_next_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "values"
+    Store(folder, 1 << 20).close()
+    monkeypatch.setattr(Path, "replace", mock.Mock(side_effect=OSError("killed")))
+    weights_digest(write_model(tmp_path / "model"), folder / "weights.json")
+    assert len([*folder.iterdir()]) == 2
+    Store(folder, 1 << 20).close()
+    assert [file.name for file in folder.iterdir()] == ["lock"]
 
 
 def test_weights_of_the_hubs_cache_are_not_read(tmp_path: Path) -> None:

@@ -91,15 +91,16 @@ class PrefixCacheTier(SecondaryTierManager):
         self.locality = Locality.LOCAL
         self._rows: np.ndarray | None = np.asarray(primary_kv_view)
         self._deadline = deadline_s
-        root = Path(root_dir)
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
         parallel = offloading_spec.config.parallel
-        self._namespace = namespace(config, offloading_spec.config, root / "weights.json", weights)
-        self._store = Store(
-            root / f"rank{parallel.data_parallel_index}",
-            max_bytes // parallel.data_parallel_size,
-            threads=threads,
-        )
+        folder = Path(root_dir).expanduser() / f"rank{parallel.data_parallel_index}"
+        self._store = Store(folder, max_bytes // parallel.data_parallel_size, threads=threads)
+        # In the store's folder, which nobody else can open: notes say which weights blocks are of.
+        notes = folder / "weights.json"
+        try:
+            self._namespace = namespace(config, offloading_spec.config, notes, weights)
+        except BaseException:
+            self._store.close()
+            raise
         self._readers = ThreadPoolExecutor(threads, thread_name_prefix="prefixcache-read")
         self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="prefixcache-write")
         self._running: dict[int, _Job] = {}

@@ -62,6 +62,17 @@ def test_other_weights_in_the_same_files_find_nothing(model: Path, start: START)
     assert start().find(FIRST) == 0
 
 
+def test_only_folders_of_ranks_are_made_and_nobody_else_may_open_them(
+    tmp_path: Path, start: START
+) -> None:
+    start().close()
+    (folder,) = (tmp_path / "kv").iterdir()
+    assert (folder / "weights.json").is_file()
+    folder.chmod(0o777)
+    with pytest.raises(OSError, match="can be opened by other users"):
+        start()
+
+
 def test_the_bound_holds(tmp_path: Path, start: START) -> None:
     bound = 1 << 20
     engine = start(max_bytes=bound)

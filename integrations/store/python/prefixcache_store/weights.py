@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -75,7 +74,7 @@ def _read_notes(notes: Path) -> dict[str, list[int | str]]:
 
 
 def _write_notes(notes: Path, noted: dict[str, list[int | str]]) -> None:
-    new = notes.with_suffix(f".{os.getpid()}")
+    new = notes.with_suffix(".part")  # What a killed process left of it, a store removes.
     try:
         new.write_text(json.dumps(noted))
         new.replace(notes)

@@ -322,6 +322,7 @@ class CacheManager:
         self._recorder.tick()
         self._release(request_ids)
         self._recorder.note("preempt", request_ids=request_ids)
+        self._pins.keep_share()
         for request_id in request_ids:
             logger.debug("Request %s gives its blocks back and waits.", request_id)
 

@@ -126,6 +126,19 @@ def test_windows_are_released_while_the_prompt_is_computed() -> None:
     pins.assert_at_rest()
 
 
+def test_a_preemption_keeps_the_share() -> None:
+    """Pins that a running request uses cannot end, and are free when it is preempted."""
+    pins = Pins(num_blocks=101, share=0.1)
+    pins.begin(prompt(0), max_tokens=60)
+    for _ in range(6):
+        pins.step()
+    same = pins.begin(prompt(0))
+    pins.run_until_answered(same)
+    assert pins.stat("pinned_blocks") > 10 > pins.stat("pinned_free_blocks")
+    pins.scheduler.requeue_running()
+    assert pins.stat("pinned_free_blocks") == pins.stat("pinned_blocks") <= 10
+
+
 def test_a_request_that_starts_takes_the_oldest_pins() -> None:
     pins = full_of_pins()
     pins.begin(prompt(9), max_tokens=9)

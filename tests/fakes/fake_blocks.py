@@ -39,6 +39,9 @@ class FakeBlocks:
         self.num_blocks = num_blocks
         self.usable |= set(range(num_blocks))
 
+    def set_size(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+
     def give_back(self, first: int, end: int, held: Sequence[int] = ()) -> int:
         gone = (set(range(first, end)) - set(held)) & self.usable
         self.usable -= gone

@@ -100,7 +100,7 @@ class CacheManager:
         """
         staging = None if self.disk is None else self.disk.staging
         if file is not None:
-            file.num_restored, file.num_dropped = self.core.keep_in(file.core, staging)
+            file.restore(self.core, staging)
             self._pins.end_beyond_share()
             self.file = file
         elif staging is not None:

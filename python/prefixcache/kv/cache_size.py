@@ -57,6 +57,10 @@ class CacheSize:
         """Where the pool grows by itself `make_room` does so, for a number of usable blocks."""
         self._make_room = make_room
 
+    def set_attainable(self, num_blocks: int) -> None:
+        """From now on the pool has, or can return by itself to, that number of blocks."""
+        self.attainable_blocks = num_blocks
+
     def make_room(self, num_usable_blocks: int) -> bool:
         """Grows for a request that nothing but this can let start; whether there is room then."""
         return self._make_room(num_usable_blocks)

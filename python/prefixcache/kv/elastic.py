@@ -61,6 +61,10 @@ class BlockMemory(Pages, Protocol):
         """Makes blocks usable up to `num_blocks` of them. Raises `OutOfMemoryError`."""
         ...
 
+    def set_size(self, num_blocks: int) -> None:
+        """That many blocks are usable; memory is neither made nor given back for it."""
+        ...
+
     def copy_blocks(self, sources: Blocks, targets: Blocks) -> None:
         """Copies the content of blocks."""
         ...
@@ -291,7 +295,8 @@ class ElasticPool:
         Growing is done at once. Slices of a shrink follow, by `advance`, while `has_slices`.
         """
         self._begin(num_blocks)
-        self.wanted = self._cache.size.attainable_blocks = num_blocks
+        self.wanted = num_blocks
+        self._cache.size.set_attainable(num_blocks)
 
     def allow(self, num_blocks: int) -> None:
         """Bounds the size for now, whatever is wanted: down to the floor, and shrinks to there."""
@@ -370,7 +375,8 @@ class ElasticPool:
             return
         self._is_asleep = False
         self._cache.size.resize(self._target)
-        self._size = self.memory.num_blocks = self._target
+        self._size = self._target
+        self.memory.set_size(self._size)
         self._above.forget(self._target)
         if self.has_slices:
             self._is_moving = self.has_slices = False
@@ -424,7 +430,8 @@ class ElasticPool:
             return moved >= self._moves.num_blocks
         self._held_above = self._cache.size.resize(self._target)
         self._tally.add(blocks_released=self._size - self._target)
-        self._size = self.memory.num_blocks = self._target
+        self._size = self._target
+        self.memory.set_size(self._size)
         self._above.begin(self._size)
         self._is_moving = False
         return False

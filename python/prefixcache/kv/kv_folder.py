@@ -17,8 +17,15 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from prefixcache._core import KVFile, derive_digest, describe_kv_file, hash_file_ranges
+from prefixcache._core import (
+    BlockStaging,
+    KVFile,
+    derive_digest,
+    describe_kv_file,
+    hash_file_ranges,
+)
 from prefixcache.config.private_folder import STAT_BLOCK, FileState, NotUsableError, PrivateFolder
+from prefixcache.core import PrefixCache
 from prefixcache.metrics import FileCounts
 
 logger = logging.getLogger(__name__)
@@ -121,6 +128,10 @@ class KeptFile:
         self.maps: list[mmap.mmap] = []
         self.num_restored = self.num_dropped = 0
         self.can_give_back = True
+
+    def restore(self, cache: PrefixCache, staging: BlockStaging | None) -> None:
+        """Gives the cache what the file has kept, and keeps there what is published."""
+        self.num_restored, self.num_dropped = cache.keep_in(self.core, staging)
 
     def prepare(self, layout: FileLayout, num_blocks: int) -> None:
         """Gives the blocks space on the disk, takes that of others, and maps all.

@@ -64,6 +64,10 @@ class PoolMemory:
         self._in_granules().provide(num_blocks)
         self.num_blocks = num_blocks
 
+    def set_size(self, num_blocks: int) -> None:
+        """That many blocks are usable; memory is neither made nor given back for it."""
+        self.num_blocks = num_blocks
+
     def give_back(self, first: int, end: int, held: Sequence[int] = ()) -> int:
         """See `ReservedBlocks`."""
         return self._in_granules().give_back(first, end, held)

@@ -66,6 +66,7 @@ _TO_DO: dict[Offender, str] = {
     "--strip-header-pattern '^[a-z-]*billing-header:'",
     "chat_template": "give it a fixed value in `chat_template_kwargs`, or change the template",
 }
+_NEW = "new: no remembered prompt has these tokens"
 _LOST: dict[MissReason, str] = {
     "never_seen": "warm it with POST /prefix_cache/warm before it is needed",
     "evicted": "give the cache more memory, or keep the prefix with `retention`; or warm it again",
@@ -168,12 +169,15 @@ def summarize(prompts: Sequence[RememberedPrompt], *, block_size: int) -> Summar
 def advice_for(prompt: RememberedPrompt, history: PromptHistory, *, block_size: int) -> str:
     """What would have made more of a prompt hit whose miss is known; empty where nothing would.
 
-    Where an earlier prompt differs by text that can be named, as by a date, that too.
+    Where an earlier prompt differs by text that can be named, as by a date, that too. What is new
+    is said to be so.
     """
     nearest = history.nearest(prompt.token_ids, prompt.scope, before=prompt.arrival)
     miss = None if nearest is None else _recomputed(prompt, nearest[0], block_size)
     if miss is None or miss.tokens < block_size:
-        return "" if prompt.miss is None else _LOST.get(prompt.miss.reason, "")
+        if prompt.miss is None:
+            return ""
+        return _NEW if prompt.miss.reason == "never_seen" else _LOST.get(prompt.miss.reason, "")
     finding = Finding(reason=miss.reason)
     _describe(finding, miss)
     return f"{finding.named()}: {finding.advice}".removeprefix(": ")

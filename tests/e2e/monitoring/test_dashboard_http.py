@@ -97,7 +97,7 @@ def test_prefixes_that_prompts_share_and_misses_are_shown(
     assert prefix["tokens"] >= 32
     assert prefix["text"] is None if not keeps_text else prefix["text"][:20] == rule[:20]
     assert [miss["reason"] for miss in shown["misses"]][-1] == "never_seen"
-    assert shown["misses"][-1]["advice"].startswith("warm it with POST /prefix_cache/warm")
+    assert shown["misses"][-1]["advice"].startswith("new: ")
     assert keeps_text or rule[:20] not in json.dumps(shown)
 
 

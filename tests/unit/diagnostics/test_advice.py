@@ -164,6 +164,7 @@ def test_rewritten_history_and_prompts_without_text() -> None:
         ("different_text", True, "a date or time in the first 200 tokens: move it after the"),
         ("different_text", False, "send the same text first"),
         ("evicted", False, "give the cache more memory"),
+        ("never_seen", False, "new: no remembered prompt has these tokens"),
         ("tail", False, ""),
     ],
 )

@@ -245,12 +245,19 @@ async def test_an_unknown_route_is_not_found(client, path):
 
 
 @pytest.mark.parametrize(
-    ("method", "path"), [("GET", COMPLETIONS), ("GET", "/reset_prefix_cache"), ("POST", "/health")]
+    ("method", "path", "allowed"),
+    [
+        ("GET", COMPLETIONS, "POST"),
+        ("GET", "/reset_prefix_cache", "POST"),
+        ("POST", "/health", "GET, HEAD"),
+        ("PUT", "/v1/responses/x", "DELETE, GET"),
+    ],
 )
-async def test_a_wrong_method_is_answered_with_the_right_one(client, method, path):
+async def test_a_wrong_method_is_answered_with_the_right_ones(client, method, path, allowed):
+    """RFC 9110, section 15.5.6: all that the resource supports."""
     response = await client.request(method, path)
     _error(response, 405)
-    assert response.headers["allow"] in ("GET", "POST")
+    assert response.headers["allow"] == allowed
 
 
 @pytest.mark.parametrize("media_type", ["text/plain", "application/x-www-form-urlencoded", None])

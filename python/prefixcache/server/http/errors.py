@@ -14,6 +14,7 @@ from typing import Any, cast
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from prefixcache.config.checked import shortened
@@ -206,11 +207,19 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     error = cast("HTTPException", error)
     status = HTTPStatus(error.status_code)
     message, code = f"{status.phrase}: {request.method} {request.url.path}", None
+    headers = dict(error.headers or {})
+    if status == HTTPStatus.METHOD_NOT_ALLOWED:
+        headers["Allow"] = ", ".join(sorted(_methods(request.scope)))
     if status == HTTPStatus.NOT_FOUND and request.url.path.startswith(OLLAMA_PREFIX):
         message, code = f"{message}. {_NO_OLLAMA}", "unsupported_endpoint"
-    return error_response(
-        ApiError(status, message, code=code, headers=error.headers), request.scope
-    )
+    return error_response(ApiError(status, message, code=code, headers=headers), request.scope)
+
+
+def _methods(scope: Scope) -> set[str]:
+    """Those of all routes that answer the path; Starlette names those of the first."""
+    routes = (route for route in scope["app"].routes if isinstance(route, Route))
+    matching = (route for route in routes if route.matches(scope)[0] is not Match.NONE)
+    return set[str]().union(*(route.methods or () for route in matching))
 
 
 def _status_and_message(error: Exception) -> tuple[int, str]:

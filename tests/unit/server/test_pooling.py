@@ -233,6 +233,11 @@ async def test_ranks_are_the_probability_of_yes(ranker: Path) -> None:
         assert best["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
         pairs = (await client.post("/score", json={"text_1": "hats", "text_2": texts})).json()
         assert [one["score"] for one in pairs["data"]] == [scores[i] for i in range(3)]
+        # vLLM's own default, which its clients send.
+        mixed = {"query": "hats", "documents": [texts[0], *({"text": text} for text in texts[1:])]}
+        assert (await client.post("/rerank", json=mixed | {"top_n": 0})).json()["results"] == (
+            first["results"]
+        )
         task = "Find dogs"
         instructed = await client.post("/v1/rerank", json=body | {"instruction": task})
         other = {one["index"]: one["relevance_score"] for one in instructed.json()["results"]}
@@ -251,7 +256,7 @@ async def test_ranks_are_the_probability_of_yes(ranker: Path) -> None:
         ("/v1/rerank", {"query": "a", "documents": []}, "documents"),
         ("/v1/rerank", {"query": "a", "documents": "b"}, "documents"),
         ("/v1/rerank", {"documents": ["b"]}, "query"),
-        ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "top_n"),
+        ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
         ("/v1/rerank", {"query": "a", "documents": ["b " * 5000]}, "documents"),
         ("/v1/rerank", {"query": "a", "documents": ["b"] * 5000}, "documents"),
         ("/score", {"text_1": ["a", "b"], "text_2": ["c", "d", "e"]}, "text_1"),

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from starlette.requests import Request
 
 from prefixcache.exceptions import wrong
@@ -44,7 +44,7 @@ class RerankRequest(PooledFields):
     """Body of `POST /v1/rerank`, as Jina, Cohere and vLLM have it."""
 
     query: str
-    documents: Strings | list[Document]
+    documents: Annotated[list[str | Document], Field(fail_fast=True)]
     instruction: str | None = None
     top_n: int | None = None
     return_documents: bool | None = None
@@ -81,11 +81,11 @@ def rerank_router(maker: JobMaker) -> Router:
         check_pooling(maker, "rank", "ranks")
         fields, _ = await read_fields(request, maker.workers, RerankRequest)
         texts = [text if isinstance(text, str) else text.text for text in fields.documents]
-        if fields.top_n is not None and fields.top_n < 1:
-            raise wrong("top_n", f"must be a number of documents, 1 or more, got {fields.top_n}")
+        if fields.top_n is not None and fields.top_n < 0:
+            raise wrong("top_n", f"must be a number of documents, or 0 for all, got {fields.top_n}")
         pairs = [(fields.query, text) for text in texts]
         job, scores, counts = await _scores(maker, request, fields, pairs, "rerank", "documents")
-        order = sorted(range(len(texts)), key=lambda index: -scores[index])[: fields.top_n]
+        order = sorted(range(len(texts)), key=lambda index: -scores[index])[: fields.top_n or None]
         shown = fields.return_documents is not False
         results = [
             {"index": index, "relevance_score": scores[index]}

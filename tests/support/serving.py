@@ -54,7 +54,8 @@ def serve_folder(
     options = {"dtype": "float32", "device": "cpu", "num_blocks": 200, "max_num_seqs": 16}
     built = build(EngineConfig.from_flags(model=str(folder), **options | flags))
     engine = AsyncEngine(built.engine, max_queue=max_queue, **(bounds or {}))
-    model = {"names": (MODEL,), "tokenizer": built.tokenizer, **(served or {})}
+    facts = {"tokenizer": built.tokenizer, "hidden_size": built.model.hidden_size}
+    model = {"names": (MODEL,), **facts, **(served or {})}
     diagnostics = None
     if diagnostics_memory:
         diagnostics = built.engine.diagnose(diagnostics_memory, keeps_text=keeps_text)

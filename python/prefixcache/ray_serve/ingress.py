@@ -57,7 +57,7 @@ class Ingress:
             self._engine,
             ReplicaSet(replicas),
             client,
-            served_model(config, options, tokenizer, model.generation, folder, **facts),
+            served_model(config, options, tokenizer, model, folder, **facts),
             rules=access_rules(options),
             model_dirs=ModelDirs(options.allowed_model_dirs),
             limits=server_limits(options),

@@ -45,7 +45,7 @@ from prefixcache.server.systemd import Notifier
 
 if TYPE_CHECKING:
     from prefixcache.config.engine_config import EngineConfig
-    from prefixcache.config.model_config import GenerationDefaults
+    from prefixcache.config.model_config import ModelConfig
     from prefixcache.engine.async_engine import AsyncEngine
     from prefixcache.engine.build import BuiltEngine
     from prefixcache.server.dashboard.samples import Samples
@@ -93,7 +93,7 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
             config,
             options,
             built.tokenizer,
-            built.model.generation,
+            built.model,
             built.folder,
             batch_invariant=built.batch_invariant,
             dtype=built.dtype,
@@ -211,7 +211,7 @@ def served_model(
     config: EngineConfig,
     options: ServeOptions,
     tokenizer: Tokenizer,
-    generation: GenerationDefaults,
+    model: ModelConfig,
     folder: Path,
     **facts: Any,
 ) -> ServedModel:
@@ -231,7 +231,8 @@ def served_model(
         header_lines=HeaderLines(options.strip_header_pattern),
         tokenizer=tokenizer,
         root=config.model,
-        generation=generation,
+        generation=model.generation,
+        hidden_size=model.hidden_size,
         created=int(time.time()),
         metrics_prefix=options.metrics_prefix,
         priorities=config.scheduler.scheduling_policy == "priority",

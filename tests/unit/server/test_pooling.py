@@ -22,7 +22,7 @@ from prefixcache.exceptions import FieldError, ModelLoadError, UnsupportedModelE
 from prefixcache.models.hub import resolve_model
 from prefixcache.server.options.pooling import chosen_pooling
 from prefixcache.text.tokenization.tokenizer import Tokenizer
-from support.serving import MODEL, client_of, serve_folder, served_folder
+from support.serving import MODEL, client_of, metric, serve_folder, served_folder
 from support.tiny_gguf import write_gguf
 from support.tiny_models import load_model, make_model
 
@@ -178,6 +178,8 @@ async def test_a_wrong_field_is_named(folder: Path, fields: dict[str, Any], para
         answer = await client.post("/v1/embeddings", json={"model": MODEL} | fields)
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["param"] == param
+        metrics = (await client.get("/metrics")).text
+        assert metric(metrics, "prompt_tokens_total") == 0  # nothing was computed
         assert len(rows(await embed(client, input="a"))[0]) == 64
 
 

@@ -30,7 +30,8 @@ class ServedModel:
     `strict` an unknown field is an error instead of a warning. `metrics_prefix` is what
     names in `/metrics` begin with. The log shows `num_logged_characters` of a request's prompts.
     With `records_roles` a chat's requests say who wrote which of their tokens. `pooling` is what is
-    read of a prompt's last token: "last", "rank", None, or a mode that is not supported.
+    read of a prompt's last token: "last", "rank", None, or a mode that is not supported. An
+    embedding has `hidden_size` numbers.
     """
 
     names: tuple[str, ...]
@@ -50,6 +51,7 @@ class ServedModel:
     num_logged_characters: int = 0
     records_roles: bool = False
     pooling: str | None = None
+    hidden_size: int = 0
     tool_call_parser: ToolCallParserName = "auto"
     reasoning_parser: ReasoningParserName = "auto"
     header_lines: HeaderLines = field(default_factory=lambda: HeaderLines(()))

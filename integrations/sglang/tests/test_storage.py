@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import damage
 import pytest
 import torch
 from controller import NUM_PAGES, PAGE, PROMPT, Controller
@@ -122,20 +122,23 @@ def test_pages_that_are_late_are_misses(start: START, monkeypatch: pytest.Monkey
     assert controller.back_up([7, *PROMPT[1:]]) == 0
 
 
-def test_damaged_files_are_misses(tmp_path: Path, start: START) -> None:
-    """`prefetch` compares each byte that comes back."""
-    draw = random.Random(7)
-    controller = start()
-    num_hits = 0
-    for _ in range(60):
-        controller.back_up()
-        files = sorted(f for f in (tmp_path / "kv").rglob("*") if f.stat().st_size > 4000)
-        for file in draw.sample([f for f in files if f.is_file()], 2):
-            content = bytearray(file.read_bytes())
-            content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
-            file.write_bytes(content[: len(content) - draw.choice([0, 0, 1, 4096])])
-        num_hits += controller.prefetch()
-    assert 0 < num_hits < 60 * NUM_PAGES
+@pytest.mark.timeout(0)
+def test_no_injected_fault_gives_other_bytes() -> None:
+    """FAULTS=100000 injects as many."""
+    prompts = (PROMPT, [7, *PROMPT[1:]])
+
+    def start(root: Path) -> damage.Engine:
+        controller = Controller(root, max_bytes=damage.BOUND)
+        return damage.Engine(
+            controller.storage,
+            next((root / "kv").glob("tp0*")),
+            lambda: controller.pool.kv_buffer.view(torch.int16).numpy().copy(),
+            lambda prompt: controller.back_up(prompts[prompt]),
+            lambda prompt: controller.prefetch(prompts[prompt]),
+            controller.close,
+        )
+
+    damage.damage_lives(start)
 
 
 def test_the_bound_holds(tmp_path: Path, start: START) -> None:
@@ -143,8 +146,8 @@ def test_the_bound_holds(tmp_path: Path, start: START) -> None:
     controller = start(max_bytes=bound)
     for number in range(100):
         controller.back_up([number, *PROMPT[1:]])
-        files = [file for file in (tmp_path / "kv").rglob("*") if file.is_file()]
-        assert sum(file.stat().st_blocks * 512 for file in files) <= bound
+        (folder,) = (tmp_path / "kv").glob("tp0*")
+        assert damage.num_disk_bytes(folder) <= bound
     assert controller.prefetch([99, *PROMPT[1:]]) == NUM_PAGES
 
 

@@ -18,9 +18,10 @@ import random
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+
+import damage
 
 from prefixcache_store import Store, StoreInUseError
 
@@ -68,7 +69,7 @@ class Life:
         self.store = self.open()
 
     def files(self) -> list[Path]:
-        return [path for path in FOLDER.iterdir() if path.name != "lock"]
+        return damage.files(FOLDER)
 
     def put(self, key: bytes, timeout: float | None = None) -> None:
         """Puts a value: a key has two, and an earlier one that cannot be removed may come back."""
@@ -111,49 +112,11 @@ class Life:
 
     # Faults.
 
-    def change_file(self, change: Callable[[bytearray], object]) -> None:
-        path = self.choose.choice(self.files())
-        content = bytearray(path.read_bytes())
-        change(content)
-        path.write_bytes(content)
-
-    def flip(self) -> None:
-        def change(content: bytearray) -> None:
-            if content:
-                content[self.choose.randrange(len(content))] ^= 1 << self.choose.randrange(8)
-
-        self.change_file(change)
-
-    def zero(self) -> None:
-        def change(content: bytearray) -> None:
-            content[:PAGE] = bytes(PAGE)
-
-        self.change_file(change)
-
-    def cut(self) -> None:
-        path = self.choose.choice(self.files())
-        os.truncate(path, self.choose.randrange(path.stat().st_size + 1))
-
-    def extend(self) -> None:
-        with self.choose.choice(self.files()).open("ab") as file:
-            file.write(b"more")
-
-    def pair(self) -> list[Path]:
+    def damage(self, kind: str) -> None:
         if len(self.files()) < 2:  # Files that could not be removed count.
             self.reopen()
             self.fill()
-        return self.choose.sample(self.files(), 2)
-
-    def swap(self) -> None:
-        first, second = self.pair()
-        spare = FOLDER / "spare"
-        first.rename(spare)
-        second.rename(first)
-        spare.rename(second)
-
-    def overwrite(self) -> None:
-        first, second = self.pair()
-        first.write_bytes(second.read_bytes())
+        damage.KINDS[kind](self.files(), self.choose)
 
     def rename(self) -> None:
         path = self.choose.choice(self.files())
@@ -164,9 +127,6 @@ class Life:
         self.check()
         (FOLDER / name.decode()).unlink(missing_ok=True)  # Nobody's, and it counts.
         self.reopen()
-
-    def delete(self) -> None:
-        self.choose.choice(self.files()).unlink()
 
     def failing_put(self) -> None:
         with Failing(self.choose):
@@ -255,8 +215,7 @@ class Failing:
         SHIM.fail_calls(ctypes.c_long(0), ctypes.c_long(0), 0)
 
 
-COMMON = ["flip", "zero", "cut", "extend", "swap", "overwrite", "delete"]
-COMMON += ["failing_put", "failing_get", "late"]
+COMMON = [*damage.KINDS, "failing_put", "failing_get", "late"]
 SELDOM = ["rename", "failing_open", "hang", "kill", "second_store"]
 """They take milliseconds each."""
 
@@ -266,7 +225,10 @@ def main(faults: int, seed: int) -> None:
     for number in range(faults):
         life.fill()
         kind = life.choose.choice(COMMON if number % 40 else SELDOM)
-        getattr(life, kind)()
+        if kind in damage.KINDS:
+            life.damage(kind)
+        else:
+            getattr(life, kind)()
         life.counts[kind] += 1
         life.check(life.choose.choice([None, 60.0]))
         if number % 10 == 0:

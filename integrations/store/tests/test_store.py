@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from damage import SCRATCH
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -25,9 +26,6 @@ PAGE = 4096
 KEYS = st.sampled_from([bytes(range(size)) for size in range(1, 9)])
 BOUNDS = st.integers(8, 24)
 SHARED = np.ones(4)
-MEMORY = Path("/dev/shm")
-SCRATCH = MEMORY if MEMORY.is_dir() else None
-"""Where many lives go: a disk takes a hundred times as long."""
 FAULTS = int(os.environ.get("FAULTS", "2000"))
 
 

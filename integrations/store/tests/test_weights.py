@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from prefixcache_store import Store
-from prefixcache_store.weights import weights_digest
+from prefixcache_store.weights import model_digest, weights_digest
 
 
 def write_model(folder: Path) -> Path:
@@ -50,20 +50,33 @@ def test_notes_that_a_kill_left_go_with_the_next_store(
 
 
 def test_weights_of_the_hubs_cache_are_not_read(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model")
-    blob = tmp_path / "blobs" / ("ab" * 32)
-    blob.parent.mkdir()
+    cache = tmp_path / "models--somebody--model"
+    for folder in ("blobs", "refs", "snapshots"):
+        (cache / folder).mkdir(parents=True)
+    blob = cache / "blobs" / ("ab" * 32)
     blob.write_bytes(b"unread")
+    model = write_model(cache / "snapshots" / ("c" * 40))
     (model / "model.safetensors").unlink()
     (model / "model.safetensors").symlink_to(blob)
+    (cache / "refs" / "main").write_text(model.name)
     notes = tmp_path / "notes.json"
     digest = weights_digest(model, notes)
     blob.write_bytes(b"other")
-    assert weights_digest(model, notes) == digest
+    assert model_digest("somebody/model", None, str(tmp_path), "auto", notes) == digest
 
 
-def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model")
-    (model / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="no weight files"):
-        weights_digest(model, tmp_path / "notes.json")
+@pytest.mark.parametrize(
+    ("model", "load_format", "said"),
+    [
+        ("model", "auto", "no weight files"),
+        ("model", "dummy", "They are random"),
+        ("nobody/nothing", "auto", "weights of nobody/nothing"),
+    ],
+)
+def test_what_no_file_stands_for_is_refused(
+    model: str, load_format: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (write_model(tmp_path / "model") / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=said):
+        model_digest(model, None, str(tmp_path), load_format, tmp_path / "notes.json")

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import vllm
-from huggingface_hub import snapshot_download
 from vllm.platforms import current_platform
 
-from prefixcache_store.weights import weights_digest
+from prefixcache_store.weights import model_digest
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -91,21 +90,5 @@ def models(config: VllmConfig) -> list[ModelConfig]:
 
 
 def _weights(model: ModelConfig, config: VllmConfig, notes: Path) -> str:
-    try:
-        if config.load_config.load_format == "dummy":
-            raise ValueError("its weights are random")
-        path = Path(model.model)
-        if not path.exists():
-            folder = snapshot_download(
-                model.model,
-                revision=model.revision,
-                cache_dir=config.load_config.download_dir,
-                local_files_only=True,
-            )
-            path = Path(folder)
-        return weights_digest(path, notes)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"What stands for the weights of {model.model}? {error}. If you know, say so: "
-            '"weights" of the tier is a text that is another one for other weights.'
-        ) from error
+    load = config.load_config
+    return model_digest(model.model, model.revision, load.download_dir, load.load_format, notes)

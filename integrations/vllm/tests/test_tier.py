@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import subprocess
 import sys
 import threading
@@ -10,16 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import damage
 import pytest
-from engine import PROMPTS, Engine
+from engine import PROMPTS, Engine, configure, transfer_config
 
 FIRST, SECOND = PROMPTS.values()
 NUM_FIRST, NUM_SECOND = len(FIRST) // 16, len(SECOND) // 16
 START = Callable[..., Engine]
-
-
-def num_disk_bytes(folder: Path) -> int:
-    return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
 
 
 def test_blocks_that_left_memory_come_back(start: START) -> None:
@@ -78,44 +74,36 @@ def test_the_bound_holds(tmp_path: Path, start: START) -> None:
     engine = start(max_bytes=bound)
     for number in range(0, 100 * 320, 320):
         engine.store(range(number % 190, number % 190 + 320))
-        assert num_disk_bytes(tmp_path / "kv" / "rank0") <= bound
+        assert damage.num_disk_bytes(tmp_path / "kv" / "rank0") <= bound
     engine.store(FIRST)
     engine.forget_memory()
     assert engine.find(FIRST) == NUM_FIRST
 
 
-def test_damaged_files_are_misses(tmp_path: Path, start: START) -> None:
-    """`find` compares each byte that comes back."""
-    draw = random.Random(7)
-    engine = start()
-    num_hits = 0
-    for _ in range(60):
-        engine.store(FIRST)
-        engine.forget_memory()
-        files = sorted(f for f in (tmp_path / "kv" / "rank0").rglob("*") if f.stat().st_size > 4000)
-        for file in draw.sample(files, min(2, len(files))):
-            damage(file, draw)
-        num_hits += engine.find(FIRST)
-        engine.forget_memory()
-    assert 0 < num_hits < 60 * NUM_FIRST
+@pytest.mark.timeout(0)
+def test_no_injected_fault_gives_other_bytes(model: Path) -> None:
+    """FAULTS=100000 injects as many."""
+    prompts = (FIRST, range(3, 163))
 
+    def start(root: Path) -> damage.Engine:
+        engine = Engine(configure(model, transfer_config(root, max_bytes=damage.BOUND)))
 
-def damage(file: Path, draw: random.Random) -> None:
-    """Flips a bit, cuts the end off, swaps with zeros, or removes it."""
-    size = file.stat().st_size
-    kind = draw.randrange(4)
-    if kind == 0:
-        file.unlink()
-        return
-    with file.open("r+b") as stream:
-        place = draw.randrange(size)
-        if kind == 1:
-            stream.truncate(place)
-            return
-        stream.seek(place)
-        old = stream.read(1)
-        stream.seek(place)
-        stream.write(bytes([old[0] ^ (1 << draw.randrange(8))]) if kind == 2 else bytes(64))
+        def store(prompt: int) -> None:
+            engine.forget_memory()
+            engine.tier._late.clear()
+            engine.store(prompts[prompt])
+            engine.forget_memory()
+
+        return damage.Engine(
+            engine.tier,
+            root / "rank0",
+            lambda: engine.rows.copy(),
+            store,
+            lambda prompt: engine.find(prompts[prompt]),
+            engine.close,
+        )
+
+    damage.damage_lives(start)
 
 
 class Hung:

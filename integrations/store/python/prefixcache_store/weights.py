@@ -23,6 +23,31 @@ _HUB_BLOB = re.compile(r"[0-9a-f]{64}")
 _CLOCK_TICK_NS = 20_000_000
 
 
+def model_digest(
+    model: str, revision: str | None, download_dir: str | None, load_format: str, notes: Path
+) -> str:
+    """The digest of a model's folder, or of its files in the hub's cache; see `weights_digest`.
+
+    Arguments are those of an engine. Raises `ValueError`, which names the engine's option
+    `weights`, where no file stands for the weights.
+    """
+    try:
+        if load_format == "dummy":
+            raise ValueError("They are random")
+        if not Path(model).exists():
+            from huggingface_hub import snapshot_download  # Engines have it.
+
+            model = snapshot_download(
+                model, revision=revision, cache_dir=download_dir, local_files_only=True
+            )
+        return weights_digest(Path(model), notes)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"What stands for the weights of {model}? {error}. If you know, say so: the option "
+            '"weights" is a text that is another one for other weights.'
+        ) from error
+
+
 def weights_digest(path: Path, notes: Path) -> str:
     """The digest of a weight file, or of a folder's weight files and configuration.
 

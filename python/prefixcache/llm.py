@@ -486,6 +486,7 @@ def _for_each(value: Any, count: int, name: str) -> Iterator[Any]:
     """One value for all, or a list of as many."""
     if not isinstance(value, Sequence):
         return itertools.repeat(value, count)
-    if len(value) != count:
-        raise wrong(name, f"has {len(value)} entries for {count} prompts")
-    return iter(value)
+    values = cast("Sequence[Any]", value)
+    if len(values) != count:
+        raise wrong(name, f"has {len(values)} entries for {count} prompts")
+    return iter(values)

@@ -178,7 +178,8 @@ def _text(event: dict[str, Any]) -> str:
 
 def _speed(usage: dict[str, Any], begun: float, first: float) -> str:
     prompt, answer = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    details: dict[str, Any] = usage.get("prompt_tokens_details") or {}
+    cached = details.get("cached_tokens", 0)
     seconds = time.perf_counter() - first
     rate = f", {(answer - 1) / seconds:.1f} tokens/s" if answer > 1 and seconds > 0 else ""
     ttft = f"first token after {1000 * (first - begun):.0f} ms"

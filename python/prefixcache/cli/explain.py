@@ -134,7 +134,8 @@ def _advice(answer: Mapping[str, Any], options: ExplainOptions) -> list[str]:
 
 def _line(prompt: Mapping[str, Any]) -> str:
     """Of one prompt of the body."""
-    difference = (prompt["earlier"] or {}).get("difference")
+    earlier: Mapping[str, Any] = prompt["earlier"] or {}
+    difference = earlier.get("difference")
     differs = f" Compared with an earlier one, {difference['description']}." if difference else ""
     cached = f"{prompt['cached_tokens']} of {prompt['prompt_tokens']} tokens are cached"
     on_disk = prompt.get("disk_tokens", 0)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import Field
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, cast, get_args, get_origin
 
 import click
 from click.core import ParameterSource
 
-from prefixcache.config.checked import adapter, check, hints, shown
+from prefixcache.config.checked import adapter, check, hints, is_object, shown
 from prefixcache.config.flags import HelpGroup, closest
 from prefixcache.exceptions import FieldError
 
@@ -70,7 +70,7 @@ class FlagOption(click.Option):
 
     def read(self, place: str, value: Any) -> Any:
         """The checked value: text counts as what it spells. Raises `FieldError` with the place."""
-        parts: tuple[Any, ...] = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+        parts = _parts(value)
         if self._is_listed:
             parts = tuple(item for part in parts for item in _items(place, part))
         return check(
@@ -80,6 +80,10 @@ class FlagOption(click.Option):
             strict=not all(isinstance(part, str) for part in parts),
             secret=self._is_secret,
         )
+
+
+def _parts(value: Any) -> tuple[Any, ...]:
+    return tuple(cast("Iterable[Any]", value)) if isinstance(value, (list, tuple)) else (value,)
 
 
 def _items(place: str, value: Any) -> list[Any]:
@@ -110,7 +114,7 @@ def read_file(path: Path, flags: Mapping[str, FlagOption]) -> dict[str, PlacedVa
         mark = getattr(error, "problem_mark", None)
         where = f" (line {mark.line + 1})" if mark else ""
         raise FieldError("--config", f"takes a YAML file; {path} is none{where}.") from None
-    if not isinstance(content, dict | None):
+    if content is not None and not is_object(content):
         raise FieldError("--config", f"takes flags and their values; {path} holds none.")
     names = {_plain(name): option.name for option in flags.values() for name in option.opts}
     values = dict[str, PlacedValue]()

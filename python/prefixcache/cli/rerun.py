@@ -162,7 +162,8 @@ def _difference(record: _Record, again: WholeAnswer) -> str | None:
     """The first one, in words."""
     kinds = {"token": "tokens", "log probability": "logprobs", "prompt's": "prompt_logprobs"}
     for kind, name in kinds.items():
-        was, now = record[name] or [], getattr(again, name) or []
+        was: list[Any] = record[name] or []
+        now: list[Any] = getattr(again, name) or []
         for place, pair in enumerate(zip(was, now, strict=False)):
             if repr(pair[0]) != repr(pair[1]):  # tells -0.0 from 0.0, and NaN from nothing
                 return f"{kind} {place} is {pair[1]}, and was {pair[0]}"

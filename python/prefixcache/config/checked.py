@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, fields, is_dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, TypeGuard, get_type_hints
@@ -118,6 +118,21 @@ def problem(error: ValidationError, *, secret: bool = False) -> str:
 def is_count(value: object, least: int = 0) -> TypeGuard[int]:
     """Whether it is an integer that is not below the least; a boolean is none."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_object(value: object) -> TypeGuard[dict[str, Any]]:
+    """Whether it is an object as JSON has it."""
+    return isinstance(value, dict)
+
+
+def is_mapping(value: object) -> TypeGuard[Mapping[str, Any]]:
+    """Whether it is an object as JSON has it, of whatever class."""
+    return isinstance(value, Mapping)
+
+
+def is_list(value: object) -> TypeGuard[list[Any]]:
+    """Whether it is a list, of anything."""
+    return isinstance(value, list)
 
 
 def shortened(text: str, most: int = 60) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from prefixcache.config.checked import is_list
 from prefixcache.config.hf_fields import FULL, SLIDING, HFFields
 from prefixcache.exceptions import ModelLoadError
 
@@ -90,7 +91,7 @@ class GgufModel:
     def layers_without_heads(self, config: dict[str, Any], kind: str) -> dict[str, Any]:
         """Layers without heads of keys are of this kind."""
         heads = config["num_key_value_heads"]
-        if not isinstance(heads, list) or len(heads) != config["num_hidden_layers"]:
+        if not is_list(heads) or len(heads) != config["num_hidden_layers"]:
             key = f"{self.architecture}.attention.head_count_kv"
             raise ModelLoadError(f"its {key} has no number for each layer.")
         return {

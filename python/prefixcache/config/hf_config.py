@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
 
-from prefixcache.config.checked import PositiveFloat, PositiveInt, adapter, check, hints
+from prefixcache.config.checked import PositiveFloat, PositiveInt, adapter, check, hints, is_list
 from prefixcache.config.families import FAMILIES
 from prefixcache.config.family import Family
 from prefixcache.config.hf_fields import CONV, FULL, LINEAR, SLIDING, HFFields, TokenId
@@ -162,7 +162,7 @@ def token_ids(source: Mapping[str, Any]) -> tuple[int, ...]:
     """The tokens that end an answer, of either file. Raises `ConfigError`."""
     name = "eos_token_id"
     value = source.get(name)
-    listed = {name: value if isinstance(value, list) else [value]}
+    listed = {name: value if is_list(value) else [value]}
     return () if value is None else tuple(read_fields({name: list[TokenId]}, listed)[name])
 
 

@@ -244,7 +244,8 @@ def _subscription(
     endpoint: str, topic: str
 ) -> Generator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
     """A socket that connects to `endpoint`, again and again, and one that tells when it did."""
-    with zmq.Context.instance().socket(zmq.SUB) as live:
+    context = cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
+    with context.socket(zmq.SUB) as live:
         live.setsockopt(zmq.LINGER, 0)
         live.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MILLISECONDS)
         live.setsockopt(zmq.HEARTBEAT_TIMEOUT, 2 * _HEARTBEAT_MILLISECONDS)
@@ -266,7 +267,8 @@ def _was_connected(monitor: zmq.Socket[bytes]) -> bool:
 @contextmanager
 def _replay_socket(endpoint: str) -> Generator[zmq.Socket[bytes]]:
     """One for each replay, so that no answer of another is in it."""
-    with zmq.Context.instance().socket(zmq.DEALER) as socket:
+    context = cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
+    with context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RCVHWM, 0)  # the publisher's buffer bounds what comes
         socket.connect(endpoint)

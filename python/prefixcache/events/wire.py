@@ -16,7 +16,7 @@ continue it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import msgpack  # pyright: ignore[reportMissingTypeStubs]
 import msgspec
@@ -144,7 +144,7 @@ def decode_snapshot(chunks: Iterable[bytes]) -> Iterator[SnapshotHeader | Event 
     Raises `SnapshotError` for what is no snapshot of this version, and where one breaks off.
     """
     # msgspec reads one object that ends where its bytes do; msgpack finds where each one ends.
-    stream = msgpack.Unpacker()
+    stream = cast("Any", msgpack.Unpacker())  # pyright: ignore[reportUnknownMemberType]
     header: SnapshotHeader | None = None
     for chunk in chunks:
         stream.feed(chunk)

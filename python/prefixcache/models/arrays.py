@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import sys
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import ml_dtypes
 import numpy as np
@@ -17,7 +17,7 @@ Array: TypeAlias = npt.NDArray[Any]
 
 FLOAT32 = np.dtype(np.float32)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-DTYPES = {dtype.name: dtype for dtype in (FLOAT32, BFLOAT16)}
+DTYPES: dict[str, np.dtype[Any]] = {dtype.name: dtype for dtype in (FLOAT32, BFLOAT16)}
 """The types that models compute in, by the names that users write."""
 
 _FLOATS = (*DTYPES.values(), *map(np.dtype, (np.float16, np.float64)))
@@ -46,7 +46,7 @@ def given_array(name: str, tensor: object) -> Array:
 
     Raises `ModelLoadError` unless it holds floating-point numbers.
     """
-    array = tensor if isinstance(tensor, np.ndarray) else _of_torch(tensor)
+    array = cast("Array", tensor) if isinstance(tensor, np.ndarray) else _of_torch(tensor)
     if array is None or array.dtype not in (*_FLOATS, *_EIGHT_BITS):
         raise ModelLoadError(
             f"{name} must be a torch tensor or a numpy array of floating-point numbers."

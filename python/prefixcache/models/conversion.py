@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
 from safetensors import SafetensorError
-from safetensors.numpy import save_file
+from safetensors.numpy import save_file  # pyright: ignore[reportUnknownVariableType]
 from tqdm import tqdm
 
 from prefixcache.config.model_config import ModelConfig, read_json_object

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from prefixcache._core import derive_digest, hash_file_ranges
+from prefixcache.config.checked import is_object
 from prefixcache.config.home import cache_home
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ def remembered_digests(file: Path, ranges: Sequence[tuple[int, int]]) -> list[st
     """
     noted = _known(_note(file, "ranges"), file_state(file))
     keys = _keys(ranges)
-    if not (isinstance(noted, dict) and all(isinstance(noted.get(key), str) for key in keys)):
+    if not (is_object(noted) and all(isinstance(noted.get(key), str) for key in keys)):
         return None
     return [noted[key] for key in keys]
 
@@ -95,7 +96,7 @@ def _known(note: Path, state: FileState) -> Any:
         content = json.loads(note.read_bytes())
     except (OSError, ValueError):
         return None
-    is_current = isinstance(content, dict) and content.get("state") == state
+    is_current = is_object(content) and content.get("state") == state
     return content.get("digest") if is_current else None
 
 

@@ -232,7 +232,7 @@ def _http_errors() -> tuple[type[Exception], ...]:
 
 
 def _fetched(repo_id: str, wanted: str | None, revision: str | None) -> Path:
-    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+    from huggingface_hub import HfApi, hf_hub_download, snapshot_download  # pyright: ignore[reportUnknownVariableType]
 
     from prefixcache.models.gguf.remote import HUB_SECONDS, check_remote, remote_json
 
@@ -272,7 +272,7 @@ def _copy_of(repo_id: str, wanted: str | None, revision: str | None) -> Path | N
 
 def _snapshot(repo_id: str, revision: str | None, patterns: list[str]) -> Path | None:
     """The folder of fetched files; None where one of these patterns is known to be missing."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
 
     try:
         return Path(

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -321,7 +321,7 @@ class ReplaceableModel(Generic[ModelT]):
 
 
 def _check_bytes(name: str, tensor: Any) -> None:
-    if not (isinstance(tensor, np.ndarray) and tensor.dtype == np.uint8):
+    if not (isinstance(tensor, np.ndarray) and cast("Array", tensor).dtype == np.uint8):
         raise ModelLoadError(f"{name} must be a numpy array of uint8.")
 
 

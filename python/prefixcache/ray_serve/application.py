@@ -1,5 +1,8 @@
 """The application of Ray Serve: an ingress, and replicas that compute."""
 
+# Of Ray's decorators.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast

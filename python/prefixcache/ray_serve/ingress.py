@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from prefixcache.config.flags import shown_values
 from prefixcache.config.logs import set_up_logging
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from prefixcache.config.engine_config import EngineConfig
     from prefixcache.ray_serve.ray_options import RayOptions
+    from prefixcache.ray_serve.replicas.replica_state import ReplicaState
     from prefixcache.server.options.serve_options import ServeOptions
 
 
@@ -44,11 +45,12 @@ class Ingress:
         folder = await asyncio.to_thread(resolve_model, config.model, config.revision)
         model = read_config(config.model, folder)
         tokenizer = Tokenizer.from_folder(folder, read_template(config.chat_template))
-        about = await replicas.about.remote()
+        about = cast("dict[str, Any]", await replicas.about.remote())
         names = ("batch_invariant", "dtype", "kv_dtype", "activations")
         facts = {name: about[name] for name in names}
         grammars = Grammars(partial(vocabulary_of, tokenizer, model))
-        client = CommandClient(commands, await commands.state.remote())
+        state = cast("ReplicaState", await commands.state.remote())
+        client = CommandClient(commands, state)
         longest, block_size = about["max_model_len"], about["prefix_hash"]["block_size"]
         self._engine = RoutedEngine(
             replicas, client, grammars, max_model_len=longest, block_size=block_size

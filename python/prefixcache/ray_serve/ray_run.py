@@ -1,5 +1,8 @@
 """Runs the application of `prefixcache serve-ray`: cluster, deployments, signals."""
 
+# Of Ray's options.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import logging

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack, aclosing
 from functools import partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import ray.util
 from prometheus_client import generate_latest
@@ -91,7 +91,7 @@ class EngineReplica:
             replica=self._id,
         )
         self._arithmetic = self._served.arithmetic
-        await self._follow(await commands.state.remote(self._served))
+        await self._follow(cast("ReplicaState", await commands.state.remote(self._served)))
 
     def _build(self, config: EngineConfig, options: ServeOptions) -> BuiltEngine:
         """The engine, which publishes what its cache stores and loses."""
@@ -233,7 +233,7 @@ class EngineReplica:
     async def _catch_up(self) -> None:
         """Becomes what the others are now, or has Ray Serve replace it."""
         try:
-            await self._follow(await self._commands.state.remote())
+            await self._follow(cast("ReplicaState", await self._commands.state.remote()))
         except PrefixCacheError as error:
             self._outdated = EngineDeadError(f"This replica cannot catch up: {error}")
 
@@ -312,7 +312,9 @@ class EngineReplica:
 
 def _events_config(options: ServeOptions) -> KVEventsConfig:
     """Free ports, of this machine alone or of the address that other nodes know."""
-    host = ray.util.get_node_ip_address() if options.kv_events_public else "127.0.0.1"
+    host = "127.0.0.1"
+    if options.kv_events_public:
+        host = cast("str", ray.util.get_node_ip_address())  # pyright: ignore[reportUnknownMemberType]
     endpoint = f"tcp://{host}:*"
     return KVEventsConfig(
         enable_kv_cache_events=True,

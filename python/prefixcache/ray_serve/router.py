@@ -178,7 +178,7 @@ class PrefixRequestRouter(RequestRouter):
         """What a method of this very replica returns. Raises what it raises, and `TimeoutError`."""
         self._asked[_name(replica)] += 1
         try:
-            result = replica.try_send_request(direct_call(method, *args), with_rejection=False)
+            result: Any = replica.try_send_request(direct_call(method, *args), with_rejection=False)
             return await asyncio.wait_for(result.get_async(), seconds)
         finally:
             self._asked[_name(replica)] -= 1

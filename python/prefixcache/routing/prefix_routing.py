@@ -174,7 +174,7 @@ class PrefixRouting:
         self, hashes: Hashes | Sequence[Hashes], reported: Mapping[str, int]
     ) -> npt.NDArray[np.uint32]:
         arrays = [hashes] if isinstance(hashes, np.ndarray) else hashes
-        hits = np.maximum.reduce([self._index.hits(hashes) for hashes in arrays])
+        hits = np.max([self._index.hits(hashes) for hashes in arrays], axis=0)
         hits = hits * np.uint32(self._block_size)
         for replica, tokens in reported.items():
             if replica in self._numbers:

@@ -20,6 +20,7 @@ from prefixcache.scheduler.state import Order, RequestState
 
 _Key = tuple[int, str | None]
 """Priority and client."""
+_Entry = tuple[Order, RequestState]
 
 
 @dataclass(slots=True)
@@ -32,7 +33,7 @@ class Line:
     """
 
     round: int
-    entries: list[tuple[Order, RequestState]] = field(default_factory=list)
+    entries: list[_Entry] = field(default_factory=list[_Entry])
 
     def order(self) -> tuple[int, int, float, int]:
         """Sorts lines; a request that has started before keeps the round that it had."""

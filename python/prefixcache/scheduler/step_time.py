@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -197,7 +197,10 @@ def _nonnegative_least_squares(
     used = np.flatnonzero(table.any(axis=0))
     while len(used):
         lengths = np.linalg.norm(table[:, used], axis=0)
-        scaled = np.linalg.lstsq(table[:, used] / lengths, wanted, rcond=1e-3)[0]
+        scaled = cast(
+            "npt.NDArray[np.float64]",
+            np.linalg.lstsq(table[:, used] / lengths, wanted, rcond=1e-3)[0],
+        )
         if (scaled >= 0).all():
             solution[used] = scaled / lengths
             break

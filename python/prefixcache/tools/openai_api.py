@@ -6,10 +6,11 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import httpx
 
+from prefixcache.config.checked import is_object
 from prefixcache.exceptions import PrefixCacheError
 
 T = TypeVar("T")
@@ -34,6 +35,12 @@ class RefusedStreamError(StreamError):
 def server_root(url: str) -> str:
     """The address of a server's own paths; `url` may end in `/v1`, as OpenAI's clients have it."""
     return url.rstrip("/").removesuffix("/v1")
+
+
+def cached_tokens(usage: Mapping[str, Any]) -> int | None:
+    """The tokens of a prompt that came from a cache, where the server says it."""
+    details: Mapping[str, Any] = usage.get("prompt_tokens_details") or {}
+    return details.get("cached_tokens")
 
 
 def open_client(url: str, api_key: str | None = None) -> httpx.AsyncClient:
@@ -146,9 +153,8 @@ def _event(data: str) -> dict[str, Any]:
         event: object = json.loads(data)
     except (ValueError, RecursionError):
         event = None
-    if not isinstance(event, dict):
+    if not is_object(event):
         raise StreamError(f"The server sent an event that is no JSON object: {cut(data)}")
-    event = cast("dict[str, Any]", event)
     if event.get("error"):
         raise RefusedStreamError(f"The server sent an error: {cut(data)}")
     return event

@@ -1,5 +1,8 @@
 """How pictures of results look. Matplotlib is an extra, and imported where one is drawn."""
 
+# Of matplotlib's keywords.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import re

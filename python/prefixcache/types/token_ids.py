@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -39,9 +39,11 @@ def as_token_ids(values: Sequence[int] | npt.NDArray[np.integer]) -> TokenIds:
 
 
 def _is_token_ids(values: object) -> TypeGuard[TokenIds]:
-    if not isinstance(values, np.ndarray) or values.dtype != np.int32:
+    if not isinstance(values, np.ndarray):
         return False
-    return values.ndim == 1 and values.flags.c_contiguous and not values.flags.writeable
+    array, flags = cast("npt.NDArray[Any]", values), values.flags
+    fits = array.dtype == np.int32 and array.ndim == 1
+    return fits and flags.c_contiguous and not flags.writeable
 
 
 class TokenBuffer:

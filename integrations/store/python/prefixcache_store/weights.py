@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import repeat
 from pathlib import Path
+from typing import cast
 
 logger = logging.getLogger(__name__)
 
@@ -92,9 +93,10 @@ def _state(file: Path) -> list[int]:
 def _read_notes(notes: Path) -> dict[str, list[int | str]]:
     """What earlier starts noted; nothing where that is missing or damaged."""
     with suppress(OSError, ValueError):
-        content = json.loads(notes.read_bytes())
+        content: object = json.loads(notes.read_bytes())
         if isinstance(content, dict):
-            return {path: note for path, note in content.items() if isinstance(note, list)}
+            listed = cast("dict[str, list[int | str]]", content)
+            return {path: note for path, note in listed.items() if type(note) is list}
     return {}
 
 

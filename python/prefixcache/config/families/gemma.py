@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from prefixcache.config.checked import is_list
 from prefixcache.config.family import NORMS_AFTER, Family, GgufModel, GgufRow, layer_types
 from prefixcache.config.hf_fields import FULL, SLIDING, HFFields
 from prefixcache.exceptions import ConfigError, ModelLoadError, UnsupportedModelError
@@ -131,7 +132,7 @@ def _gemma4_gguf(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
     if len(slides) != config["num_hidden_layers"] or not full:
         raise ModelLoadError("its gemma4.attention.sliding_window_pattern is not one of its layers")
     of_layers = {
-        name: values if isinstance(values := config[name], list) else [values] * len(slides)
+        name: values if is_list(values := config[name]) else [values] * len(slides)
         for name in ("num_key_value_heads", "intermediate_size")
     }
     if any(len(values) != len(slides) for values in of_layers.values()):

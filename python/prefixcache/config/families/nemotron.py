@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from prefixcache.config.checked import is_list
 from prefixcache.config.family import SIZES, Family, GgufModel, GgufRow
 from prefixcache.config.hf_fields import LINEAR, HFFields
 from prefixcache.exceptions import ModelLoadError
@@ -21,7 +22,7 @@ def _gguf(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
     """Layers of a feed-forward are MLPs, and have no heads either."""
     mixers = model.layers_without_heads(config, LINEAR)
     sizes = config["intermediate_size"]
-    if not isinstance(sizes, list) or len(sizes) != config["num_hidden_layers"]:
+    if not is_list(sizes) or len(sizes) != config["num_hidden_layers"]:
         raise ModelLoadError("its nemotron_h.feed_forward_length has no number for each layer.")
     kinds = zip(mixers.pop("layer_types"), sizes, strict=True)
     return {

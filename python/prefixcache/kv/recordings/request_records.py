@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from prefixcache.config.checked import is_object
 from prefixcache.kv.recordings.record_writer import RecordWriter, line
 from prefixcache.types.request import FinishReason, Request, RequestOutput
 from prefixcache.types.sampling_params import SamplingParams
@@ -130,6 +131,6 @@ def read_records(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """
     *lines, _ = path.read_text(encoding="utf-8").split("\n")
     about, *records = map(json.loads, lines or ["null"])
-    if not isinstance(about, dict) or about.get("prefixcache_requests") != VERSION:
+    if not is_object(about) or about.get("prefixcache_requests") != VERSION:
         raise ValueError(f"it is no record of requests, version {VERSION}")
     return about, records

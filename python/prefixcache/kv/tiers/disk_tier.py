@@ -52,7 +52,8 @@ class Load:
     def __init__(self, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
         self.blocks = blocks
         self.keys = keys
-        self.num_loaded = self.num_read = 0
+        self.num_loaded = 0
+        self.num_read: int = 0
         self.is_done = False
         self._lock = threading.Lock()
 

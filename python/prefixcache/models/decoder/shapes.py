@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import accumulate
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 
@@ -343,8 +343,10 @@ class DecoderShape:
 def _tensors(shape: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The tensors of a shape and of all that it is made of, by a checkpoint's names."""
     yield from getattr(shape, "tensors", {}).items()
-    parts: tuple[Any, ...] = shape if isinstance(shape, tuple) else ()
+    parts: tuple[Any, ...] = ()
     if is_dataclass(shape):
         parts = tuple(getattr(shape, member.name) for member in fields(shape))
+    elif isinstance(shape, tuple):
+        parts = cast("tuple[Any, ...]", shape)
     for part in parts:
         yield from _tensors(part)

@@ -58,7 +58,10 @@ def remote_json(repo_id: str, name: str, revision: str | None) -> dict[str, Any]
 def _answer(url: str, most: int, **headers: str) -> tuple[Any, bytes]:
     """The hub's response and its body. Raises `OSError` where that has more than `most` bytes."""
     from huggingface_hub import get_session
-    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+    from huggingface_hub.utils import (
+        build_hf_headers,  # pyright: ignore[reportUnknownVariableType]
+        hf_raise_for_status,
+    )
 
     session: Any = get_session()
     # A body that is sent as it is has no more bytes than were read.
@@ -82,7 +85,7 @@ class _Ranges:
         from huggingface_hub import hf_hub_url
 
         self._url = hf_hub_url(repo_id, name, revision=revision)
-        self._data = bytearray()
+        self._data: bytearray = bytearray()
         self._next_bytes = _FIRST_BYTES
         self._size = 0
         self._fetch()

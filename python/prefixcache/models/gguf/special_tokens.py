@@ -10,6 +10,8 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from prefixcache.config.checked import is_list
+
 logger = logging.getLogger(__name__)
 
 CONTROL = 3
@@ -80,14 +82,14 @@ def token_id(metadata: Mapping[str, Any], name: str) -> int | None:
 
 def _id_list(metadata: Mapping[str, Any], name: str) -> list[int]:
     values = metadata.get(f"tokenizer.ggml.{name}", [])
-    if not isinstance(values, list) or any(type(i) is not int for i in values):
+    if not is_list(values) or any(type(i) is not int for i in values):
         raise _wrong(name, "a list of integers", values)
     return values
 
 
 def _wrong(name: str, expected: str, value: Any) -> ValueError:
     kind = type(value).__name__
-    if isinstance(value, list):
+    if is_list(value):
         kind += f" of {', '.join(sorted({type(item).__name__ for item in value}))}"
     return ValueError(f"its tokenizer.ggml.{name} must be {expected}, is {kind}")
 

@@ -262,9 +262,9 @@ class _Vocabulary:
     def _add_whole_tokens(self, tokenizer: Tokenizer) -> None:
         """Control tokens are special; those that a user defined are kept whole alone."""
         special = self._special()
-        tokenizer.add_special_tokens(_added(special, special=True))
+        tokenizer.add_special_tokens(_added(special, special=True))  # pyright: ignore[reportUnknownMemberType]
         others = [t for t in self._of_kind(_USER_DEFINED) if t not in special]
-        tokenizer.add_tokens(_added(others, special=False))
+        tokenizer.add_tokens(_added(others, special=False))  # pyright: ignore[reportUnknownMemberType]
 
     def _post_processor(self, adds_bos: bool) -> processors.TemplateProcessing:
         """Adds BOS and EOS as the file says; `adds_bos` is what its kind does by default."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from ray import serve
 from ray.exceptions import RayError
@@ -114,7 +114,10 @@ class Commands:
     async def _ask(self, method: str, *args: Any) -> list[Any]:
         """What the replicas say; those that died meanwhile are started again and join."""
         application = serve.get_replica_context().app_name
-        replicas = serve.get_deployment_handle(REPLICAS, application)
+        replicas = cast(
+            "DeploymentHandle[Any]",
+            serve.get_deployment_handle(REPLICAS, application),  # pyright: ignore[reportUnknownMemberType]
+        )
         # Replicas end commands themselves in time, but for those whose process hangs.
         seconds = _ASK_SECONDS + (self._timeout if method in _BETWEEN_STEPS else 0)
         return await ask_all(replicas, method, *args, seconds=seconds)
@@ -138,7 +141,10 @@ class CommandClient:
     async def give(self, name: str, **options: Any) -> Any:
         """What the command returns, once all replicas have done it. Raises what it raises."""
         try:
-            state, answer = await self._commands.run.remote(Command(name, options))
+            state, answer = cast(
+                "tuple[ReplicaState, Any]",
+                await self._commands.run.remote(Command(name, options)),
+            )
         except (RayError, RayServeException) as error:
             message = "Commands were cut off: ask for the state, and send it again if need be."
             raise EngineDeadError(message) from error

@@ -31,7 +31,7 @@ async def ask_all(
 
     One that dies, hangs or fails is left out, and logged.
     """
-    asked = replicas.broadcast(method, *args)
+    asked = replicas.broadcast(method, *args)  # pyright: ignore[reportUnknownMemberType]
     # Ray's way for event loops loses all answers where one is late.
     wait = partial(asked.results, timeout_s=seconds, return_exceptions=True)
     try:

@@ -20,6 +20,7 @@ from prefixcache.kv.buffers import BlockTableBuffers
 from prefixcache.runner.ranges import indptr_of, ranges
 from prefixcache.runner.torch.attention.base import AttentionBatch, AttentionGroup
 from prefixcache.runner.torch.sampling.upload import Upload
+from prefixcache.runner.torch.typed import from_numpy
 from prefixcache.types.step_plan import StepPlan
 
 
@@ -108,17 +109,17 @@ class StepBuffers:
             counts = np.concatenate([np.ones_like(ends_R), counts[num_apart:]])
             num_decodes = len(ends_R)
         num_seqs = len(counts)
-        qo_indptr = torch.from_numpy(indptr_of(counts))
+        qo_indptr = from_numpy(indptr_of(counts))
         slots = upload.integers(tables.slot_mapping[: plan.num_tokens])
         pages = upload.int32(tables.indices[: tables.indptr[num_seqs]])
         return lambda sent: AttentionBatch(
             qo_indptr=qo_indptr,
-            kv_indptr=torch.from_numpy(tables.indptr[: num_seqs + 1]),
+            kv_indptr=from_numpy(tables.indptr[: num_seqs + 1]),
             kv_indices=pages(sent),
-            last_page_len=torch.from_numpy(tables.last_page_len[:num_seqs]),
+            last_page_len=from_numpy(tables.last_page_len[:num_seqs]),
             slot_mapping=slots(sent),
             num_decodes=num_decodes,
-            first_pages=torch.from_numpy(tables.first_pages[:num_seqs]),
+            first_pages=from_numpy(tables.first_pages[:num_seqs]),
         )
 
 

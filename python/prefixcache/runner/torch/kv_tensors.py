@@ -17,6 +17,7 @@ from prefixcache.runner.reserved_memory import ReservedBlocks
 from prefixcache.runner.torch.attention.base import AttentionGroup, AttentionSpec
 from prefixcache.runner.torch.attention.grouped import GroupedAttention
 from prefixcache.runner.torch.cuda_memory import CudaMemory
+from prefixcache.runner.torch.typed import from_numpy
 
 Reserve = Callable[[int], CudaMemory]
 
@@ -73,7 +74,7 @@ class KVTensors(PoolMemory):
     def copy_blocks(self, sources: Blocks, targets: Blocks) -> None:
         """Copies the content of blocks; no target is a source. From one thread, between steps."""
         there, here = (
-            torch.from_numpy(ids.astype(np.int64)).to(self.device) for ids in (targets, sources)
+            from_numpy(ids.astype(np.int64)).to(self.device) for ids in (targets, sources)
         )
         for tensor in self._tensors:
             tensor.index_copy_(0, there, tensor.index_select(0, here))

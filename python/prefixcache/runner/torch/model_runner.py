@@ -28,6 +28,7 @@ from prefixcache.runner.torch.sampling.logprobs import PackedLogprobs, compute_l
 from prefixcache.runner.torch.sampling.row_options import SampledRow
 from prefixcache.runner.torch.sampling.sampler import Sampled, Sampler
 from prefixcache.runner.torch.sampling.upload import Upload
+from prefixcache.runner.torch.typed import split
 from prefixcache.types.pooling import Pooling
 from prefixcache.types.step_plan import PromptLogprobsInput, StepPlan, StepResult
 
@@ -149,8 +150,8 @@ class ModelRunner:
         """A few rows at a time: all logits of a long prompt would not fit into memory."""
         model, upload = self._weights.loaded, Upload()
         ids_at = upload.integers(asked.followers)
-        parts = ids_at(upload.send(self._device)).split(_LOGPROB_ROWS)
-        rows = hidden_RE[: len(asked.followers)].split(_LOGPROB_ROWS)
+        parts = split(ids_at(upload.send(self._device)), _LOGPROB_ROWS)
+        rows = split(hidden_RE[: len(asked.followers)], _LOGPROB_ROWS)
         return [
             compute_logprobs(model.compute_logits(rows_RE).float(), ids_R, asked.count)
             for rows_RE, ids_R in zip(rows, parts, strict=True)

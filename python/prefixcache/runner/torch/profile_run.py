@@ -13,6 +13,7 @@ from prefixcache.runner.torch.attention.base import AttentionBatch
 from prefixcache.runner.torch.attention.grouped import GroupedAttention
 from prefixcache.runner.torch.decoder_model import DecoderModel
 from prefixcache.runner.torch.sampling.sampler import sample
+from prefixcache.runner.torch.typed import from_numpy
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.step_plan import SamplingInput
 from prefixcache.types.token_ids import TokenBuffer, as_token_ids
@@ -59,8 +60,8 @@ def null_batch(lengths: list[int], block_size: int, device: torch.device) -> Att
     pages = [-(-length // block_size) for length in lengths]
     last = [length - (count - 1) * block_size for length, count in zip(lengths, pages, strict=True)]
     return AttentionBatch(
-        qo_indptr=torch.from_numpy(indptr_of(lengths)),
-        kv_indptr=torch.from_numpy(indptr_of(pages)),
+        qo_indptr=from_numpy(indptr_of(lengths)),
+        kv_indptr=from_numpy(indptr_of(pages)),
         kv_indices=torch.zeros(sum(pages), dtype=torch.int32),
         last_page_len=torch.tensor(last, dtype=torch.int32),
         slot_mapping=torch.zeros(sum(lengths), dtype=torch.int64, device=device),

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from pydantic_core import from_json, to_json
 
+from prefixcache.config.checked import is_object
 from prefixcache.server.http.errors import anthropic_error
 from prefixcache.server.jobs.answers import AnswerChoice, comparison_fields, usage
 from prefixcache.server.jobs.caching import written_by_ttl
@@ -60,7 +61,8 @@ class MessageForm:
             self._begun = True
             counts = {**message_usage(job, choice), "output_tokens": 0}
             ended = {"stop_reason": None, "stop_sequence": None}
-            message = {**_head(job), "content": [], **ended, "usage": counts, **_compared(job)}
+            message: dict[str, Any] = {**_head(job), "content": [], **ended, "usage": counts}
+            message |= _compared(job)
             yield {"type": "message_start", "message": message}
         yield from self._add(choice.delta)
 
@@ -87,7 +89,8 @@ class MessageForm:
             yield self._delta({"type": "text_delta", "text": delta.content})
         for call in delta.tool_calls:
             if call.name is not None:
-                block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+                block: dict[str, Any] = {"type": "tool_use", "id": call.id, "name": call.name}
+                block["input"] = {}
                 yield from self._start("tool_use", block, call.index)
             if call.arguments:
                 yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
@@ -142,7 +145,7 @@ def _object(arguments: str) -> dict[str, Any]:
         value = from_json(to_json(from_json(arguments), inf_nan_mode="null"))
     except ValueError:
         return {}
-    return value if isinstance(value, dict) else {}
+    return value if is_object(value) else {}
 
 
 def _end(choice: AnswerChoice) -> dict[str, Any]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
-from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from prefixcache.config.checked import is_object
 from prefixcache.exceptions import wrong
 from prefixcache.server.anthropic.message_blocks import (
     Conversation,
@@ -49,7 +49,10 @@ _NAMES = {
 
 
 # What ends up as nothing to edit: Claude Code asks that all thinking be kept.
-_NO_EDITS = ({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]})
+_NO_EDITS: tuple[dict[str, Any], ...] = (
+    {"edits": []},
+    {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+)
 
 
 class CountTokensRequest(RequestFields):
@@ -93,15 +96,15 @@ class CountTokensRequest(RequestFields):
         }
         if self.thinking is not None:
             thinks = self.thinking.get("type") != "disabled"
-            variables = {"enable_thinking": thinks, **(extra.get("chat_template_kwargs") or {})}
-            body["chat_template_kwargs"] = variables
+            variables: dict[str, Any] = extra.get("chat_template_kwargs") or {}
+            body["chat_template_kwargs"] = {"enable_thinking": thinks, **variables}
         if messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
             body["continue_final_message"] = True
         return {name: value for name, value in body.items() if value is not None}
 
     def _format(self) -> object:
         form = (self.output_config or {}).get("format") or self.output_format
-        if not isinstance(form, Mapping) or form.get("type") != "json_schema":
+        if not is_object(form) or form.get("type") != "json_schema":
             return form
         schema = one_object(form.get("schema"), "output_config.format.schema")
         return {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}

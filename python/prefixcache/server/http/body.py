@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import reprlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from http import HTTPStatus
 from typing import Annotated, Any, ClassVar, TypeVar, cast
 
@@ -182,7 +182,8 @@ def check_length(name: str, value: object, most: int) -> None:
     """Raises `InvalidRequestError` for a string, list or object longer than `most`."""
     if not isinstance(value, (str, list, dict)):
         return
-    length, what = len(value), "characters" if isinstance(value, str) else "entries"
+    length = len(cast("Sized", value))
+    what = "characters" if isinstance(value, str) else "entries"
     if length > most:
         raise wrong(name, f"may have at most {most} {what}, got {length}", code="too_long")
 

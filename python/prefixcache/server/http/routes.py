@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic_core import to_json
@@ -20,6 +20,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+
+from prefixcache.config.checked import is_list, is_mapping
 
 Schema = dict[str, Any]
 Form = Any
@@ -48,13 +50,14 @@ def schema_of(form: Form) -> Schema:
         return form.schema
     if isinstance(form, str):
         return {"type": "string", "enum": [form]}
-    if isinstance(form, Mapping):
+    if is_mapping(form):
         members = {name: schema_of(member) for name, member in form.items()}
         return {"type": "object", "required": [*members], "properties": members}
-    if isinstance(form, list):
+    if is_list(form):
         return {"type": "array", "items": schema_of(*form)}
     if isinstance(form, tuple):
-        return {"anyOf": [schema_of(choice) for choice in form]}
+        choices = cast("tuple[Form, ...]", form)
+        return {"anyOf": [schema_of(choice) for choice in choices]}
     if get_origin(form) is Literal:
         return {"type": "string", "enum": [*get_args(form)]}
     return _SIMPLE_FORMS[form]

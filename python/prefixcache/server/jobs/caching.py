@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
-from prefixcache.config.checked import shown
+from prefixcache.config.checked import is_mapping, shown
 from prefixcache.exceptions import InvalidRequestError, wrong
 from prefixcache.server.jobs.sampling_fields import PromptCacheOptions, ResponseCacheOptions
 from prefixcache.types.retention_range import RetentionRange, clipped
@@ -147,7 +147,7 @@ def marked_parts(contents: Iterable[object]) -> Iterator[Marked]:
     for index, content in enumerate(contents):
         parts = cast("list[object]", content) if isinstance(content, list) else []
         for part, value in enumerate(parts):
-            fields = cast("Mapping[str, object]", value) if isinstance(value, Mapping) else {}
+            fields: Mapping[str, object] = value if is_mapping(value) else {}
             if (control := fields.get(_BREAKPOINT)) is not None:
                 field = f"messages[{index}].content[{part}].{_BREAKPOINT}"
                 yield Marked(Place("messages", index, part), field, control)
@@ -170,7 +170,7 @@ def changed_behind(
     """Copies of messages and tools, as a template takes them, with more text behind the block."""
     messages, tools = list(messages), list(tools)
     if place.kind == "tools":
-        function = {"name": _CHANGE, "description": _CHANGE, "parameters": {}}
+        function: dict[str, Any] = {"name": _CHANGE, "description": _CHANGE, "parameters": {}}
         tools.insert(place.index + 1, {"type": "function", "function": function})
     else:
         message = messages[place.index]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from prefixcache.config.checked import is_list
 from prefixcache.server.http.errors import error_body
 from prefixcache.server.jobs.answers import AnswerChoice, comparison_fields, usage
 from prefixcache.server.jobs.diagnosis import openai_comparison
@@ -109,9 +110,7 @@ class OutputItems:
 
     def _item_event(self, kind: str) -> Event:
         item = self.items[-1]
-        copied = {
-            name: [*value] if isinstance(value, list) else value for name, value in item.items()
-        }
+        copied = {name: [*value] if is_list(value) else value for name, value in item.items()}
         return {"type": kind, "output_index": len(self.items) - 1, "item": copied}
 
 

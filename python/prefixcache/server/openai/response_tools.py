@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from prefixcache.config.checked import shown
+from prefixcache.config.checked import is_mapping, is_object, shown
 from prefixcache.exceptions import wrong
 from prefixcache.server.jobs.structured_fields import stated_output
 from prefixcache.text.chat.parts import Values, objects, one_object, text_of, word_of
@@ -147,7 +147,7 @@ def function_name(name: str, namespace: object) -> str:
 
 def chat_tool_choice(value: object) -> object:
     """`tool_choice` in the form of a chat."""
-    if not isinstance(value, Mapping):
+    if not is_mapping(value):
         return value
     choice = one_object(value, "tool_choice")
     if choice.get("type") in ("function", "custom"):
@@ -219,5 +219,5 @@ class InputText:
             value: object = from_json(arguments, allow_partial="trailing-strings")
         except ValueError:
             return "" if self._length else arguments
-        text = value.get(_INPUT, "") if isinstance(value, dict) else arguments
+        text = value.get(_INPUT, "") if is_object(value) else arguments
         return (text if isinstance(text, str) else arguments)[self._length :]

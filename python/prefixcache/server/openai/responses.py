@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from http import HTTPStatus
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 from pydantic import PrivateAttr
 from pydantic_core import from_json, to_json
@@ -389,7 +389,7 @@ def _written_settings(fields: ResponsesRequest, job: Job) -> dict[str, Any]:
     """Those settings that may be long are written once, for all events that have them."""
     params = {"temperature": job.params.temperature, "top_p": job.params.top_p}
     return {
-        name: Written(value) if isinstance(value, (str, list, dict)) else value
+        name: Written(cast("Any", value)) if isinstance(value, (str, list, dict)) else value
         for name, value in fields.settings(params).items()
     }
 

@@ -45,7 +45,8 @@ class CallIds:
         return call_id if fits else _hashed(call_id)
 
     def _takes(self, call_id: str) -> bool:
-        call = {"id": call_id, "type": "function", "function": {"name": "f", "arguments": {}}}
+        function: dict[str, Any] = {"name": "f", "arguments": {}}
+        call = {"id": call_id, "type": "function", "function": function}
         question = {"role": "user", "content": "a"}
         answer = {"role": "assistant", "content": "", "tool_calls": [call]}
         result = {"role": "tool", "tool_call_id": call_id, "name": "f", "content": "c"}

@@ -135,5 +135,6 @@ _REWRITES: tuple[tuple[Callable[[str], bool], _Rewrite], ...] = (
 
 def _whole(spec: Mapping[str, Any]) -> Mapping[str, Any]:
     """With the fields on whose lack gpt-oss's template fails, and others."""
-    function = {"parameters": {"type": "object", "properties": {}}, **spec["function"]}
+    function: dict[str, Any] = {"parameters": {"type": "object", "properties": {}}}
+    function |= spec["function"]
     return {**spec, "function": {**function, "description": function.get("description") or ""}}

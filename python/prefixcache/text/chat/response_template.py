@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, cast
 
+from prefixcache.config.checked import is_list, is_object
 from prefixcache.exceptions import ModelLoadError, how_to_install
 from prefixcache.text.chat.calls.formats import call_id
 from prefixcache.text.chat.message import CallDeltas, MessageDelta
@@ -27,7 +28,7 @@ class ResponseTemplate:
         # Imported where a model needs it: transformers takes seconds.
         try:
             from transformers.utils.chat_parsing import ResponseParser
-            from transformers.utils.chat_parsing.response_templates import load_response_template
+            from transformers.utils.chat_parsing.response_templates import load_response_template  # pyright: ignore[reportUnknownVariableType]
         except ImportError as error:
             raise ModelLoadError(
                 "The model's tokenizer_config.json has a response_template, which needs "
@@ -92,11 +93,10 @@ class ResponseTemplateParser:
 
     def _read_calls(self, value: object) -> bool:
         """Takes calls; False, and none, where one names no function."""
-        listed = cast("list[Any]", value if isinstance(value, list) else [value])
-        functions = [tool.get("function") if isinstance(tool, dict) else None for tool in listed]
+        listed = value if is_list(value) else [value]
+        functions = [tool.get("function") if is_object(tool) else None for tool in listed]
         if not all(
-            isinstance(function, dict) and isinstance(function.get("name"), str)
-            for function in functions
+            is_object(function) and isinstance(function.get("name"), str) for function in functions
         ):
             return False
         for function in cast("list[dict[str, Any]]", functions):

@@ -8,13 +8,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from prefixcache.config.checked import shown
+from prefixcache.config.checked import is_mapping, shown
 from prefixcache.exceptions import wrong
 from prefixcache.text.chat.parts import one_object, text_of
 
 MAX_TOOLS = 1024
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
-_NO_PARAMETERS = {"type": "object", "properties": {}}
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 Mode = Literal["none", "auto", "required"]
 
@@ -67,7 +67,7 @@ def read_tool_use(
             raise wrong("tool_choice", "needs tools to choose from")
         return NO_TOOLS
     callable_tools = listed if names is None else _chosen(listed, names)
-    is_named = isinstance(choice, Mapping) and choice.get("type") == "function"
+    is_named = is_mapping(choice) and choice.get("type") == "function"
     return ToolUse(listed, callable_tools, mode, parallel and not is_named)
 
 
@@ -117,13 +117,12 @@ def _read_choice(choice: object) -> tuple[Mode, list[str] | None]:
         return "auto", None
     if choice in ("none", "auto", "required"):
         return choice, None
-    if isinstance(choice, Mapping):
-        fields = cast("Mapping[str, Any]", choice)
-        if fields.get("type") == "function":
-            return "required", [_name_of(fields, "tool_choice")]
-        if fields.get("type") == "allowed_tools":
+    if is_mapping(choice):
+        if choice.get("type") == "function":
+            return "required", [_name_of(choice, "tool_choice")]
+        if choice.get("type") == "allowed_tools":
             return _read_allowed(
-                one_object(fields.get("allowed_tools"), "tool_choice.allowed_tools")
+                one_object(choice.get("allowed_tools"), "tool_choice.allowed_tools")
             )
     raise wrong(
         "tool_choice",

@@ -36,7 +36,7 @@ _WITH_RESULT: list[_Message] = [
     {"role": "tool", "tool_call_id": _CALL["id"], "name": "f", "content": "c"},
 ]
 # Stands for all tools of a request, whose texts may be long, and hold marks.
-_TOOL = {
+_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "f",

@@ -8,8 +8,10 @@ other schema evaluates anything. The rest stays, and is refused with its place.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, cast
+
+from prefixcache.config.checked import is_list
 
 Schema = dict[str, Any]
 
@@ -131,8 +133,4 @@ def _of_other_text(schema: Schema, rest: Schema, excluded: object) -> Schema:
 
 
 def _all_texts(values: object) -> bool:
-    return (
-        isinstance(values, list)
-        and bool(values)
-        and all(isinstance(entry, str) for entry in cast("Sequence[object]", values))
-    )
+    return is_list(values) and bool(values) and all(isinstance(entry, str) for entry in values)

@@ -53,7 +53,9 @@ class IncrementalDetokenizer:
     ) -> None:
         params = params or SamplingParams()
         self._token_bytes = tokenizer.token_bytes
-        self._skipped = tokenizer.special_token_ids if params.skip_special_tokens else frozenset()
+        self._skipped: frozenset[int] = frozenset()
+        if params.skip_special_tokens:
+            self._skipped = tokenizer.special_token_ids
         self._utf8 = _Utf8Decoder("replace")
         self._automaton = stops or (StopStrings(params.stop) if params.stop else None)
         self._held = None

@@ -273,7 +273,12 @@ def _converted_backend(folder: Path) -> _Backend:
             f"{how_to_install('transformers')}."
         ) from error
 
-    loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    loaded = cast(
+        "object",
+        AutoTokenizer.from_pretrained(  # pyright: ignore[reportUnknownMemberType]
+            str(folder), local_files_only=True
+        ),
+    )
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, _Backend):
         raise ModelLoadError(
@@ -306,4 +311,5 @@ def _mark_special(backend: _Backend, tokens: Iterable[str]) -> None:
     }
     missing = [token for token in dict.fromkeys(tokens) if token not in special]
     if missing:
-        backend.add_special_tokens([AddedToken(token, special=True) for token in missing])
+        added = [AddedToken(token, special=True) for token in missing]
+        backend.add_special_tokens(added)  # pyright: ignore[reportUnknownMemberType]

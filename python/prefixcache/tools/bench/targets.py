@@ -24,6 +24,7 @@ from prefixcache.tools.bench.sessions import Text
 from prefixcache.tools.openai_api import (
     RefusedStreamError,
     StreamError,
+    cached_tokens,
     check_ending,
     check_status,
     choice_text,
@@ -181,7 +182,7 @@ class HttpTarget:
             sent=sent,
             arrivals=tuple(answer.arrivals),
             prompt_tokens=usage.get("prompt_tokens") or self.form.count(prompt.messages),
-            cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
+            cached_tokens=cached_tokens(usage),
             output_tokens=usage.get("completion_tokens") or len(answer.arrivals),
             output=answer.output,
         )

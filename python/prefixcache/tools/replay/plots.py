@@ -1,5 +1,8 @@
 """The picture of hit rates by size."""
 
+# Of matplotlib's keywords.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 from collections import defaultdict

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from prefixcache.config.checked import is_object
+
 _LEAST_REQUESTS = 8
 
 _Array = npt.NDArray[np.float64]
@@ -41,7 +43,7 @@ def read_model(path: Path) -> TtftModel:
         raise ValueError(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError):
         raise ValueError(f"{path} is no JSON") from None
-    if not isinstance(content, dict):
+    if not is_object(content):
         raise ValueError(f"{path} must hold an object")
     if "ms_per_token" in content:
         return _stated(path, content)

@@ -15,6 +15,7 @@ import httpx
 from prefixcache.tools.openai_api import (
     RefusedStreamError,
     StreamError,
+    cached_tokens,
     check_ending,
     choice_text,
     cut,
@@ -161,7 +162,7 @@ class Stream:
             finish_reason=self.finish_reason,
             ttft=(self.first or time.perf_counter()) - self.sent,
             prompt_tokens=prompt,
-            cached_tokens=(self.usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
+            cached_tokens=cached_tokens(self.usage),
         )
 
     def _add_choice(self, choice: Mapping[str, Any]) -> None:
@@ -184,7 +185,7 @@ def _scores(logprobs: Mapping[str, Any]) -> list[TokenScore]:
             for entry in logprobs.get("content") or ()
         ]
     tokens, chosen = logprobs["tokens"], logprobs["token_logprobs"]
-    tops = logprobs.get("top_logprobs") or [{}] * len(tokens)
+    tops: list[dict[str, float] | None] = logprobs.get("top_logprobs") or [{}] * len(tokens)
     columns = zip(tokens, chosen, tops, strict=True)
     return [_score(token, logprob, list((top or {}).values())) for token, logprob, top in columns]
 

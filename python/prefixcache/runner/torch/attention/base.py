@@ -17,6 +17,7 @@ from torch import Tensor
 
 from prefixcache.exceptions import ConfigError
 from prefixcache.kv.specs import KVGroup, StatePart
+from prefixcache.runner.torch.typed import integers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,12 +71,12 @@ class AttentionBatch:
     def sequences(self, block_size: int) -> list[BatchSequence]:
         """Each sequence of the step, for kernels that compute one after the other."""
         pages = self.kv_indices.to(self.slot_mapping.device, torch.int64)
-        qo_indptr, kv_indptr = self.qo_indptr.tolist(), self.kv_indptr.tolist()
+        qo_indptr, kv_indptr = integers(self.qo_indptr), integers(self.kv_indptr)
         first_pages = (
-            [0] * len(qo_indptr) if self.first_pages is None else self.first_pages.tolist()
+            [0] * len(qo_indptr) if self.first_pages is None else integers(self.first_pages)
         )
         sequences: list[BatchSequence] = []
-        for s, last_page_len in enumerate(self.last_page_len.tolist()):
+        for s, last_page_len in enumerate(integers(self.last_page_len)):
             rows, listed = slice(*qo_indptr[s : s + 2]), pages[slice(*kv_indptr[s : s + 2])]
             stop = (first_pages[s] + len(listed) - 1) * block_size + last_page_len
             start = stop - (rows.stop - rows.start)

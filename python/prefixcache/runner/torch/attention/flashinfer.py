@@ -33,6 +33,7 @@ from prefixcache.runner.torch.attention.flashinfer_plan import can_pack_heads, c
 from prefixcache.runner.torch.attention.flashinfer_planner import GraphTables, KernelPart, Planner
 from prefixcache.runner.torch.ops.cuda import fused_kernels, is_hopper
 from prefixcache.runner.torch.ops.rope import apply_rope
+from prefixcache.runner.torch.typed import split
 
 logger = logging.getLogger(__name__)
 
@@ -250,7 +251,7 @@ def build_kernels(
     begun = time.perf_counter()
     shape = attention.kv_shape(1, _BUILD_PAGE, spec.num_kv_heads, spec.head_dim)
     rows = torch.zeros(3, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim).to(device, dtype)
-    q, k, v = rows.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+    q, k, v = split(rows, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], 1)
     try:
         attention.bind([torch.zeros(shape, dtype=dtype, device=device)])
         attention.plan(_decode_and_chunk(device))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from prefixcache.runner.torch.attention.flashinfer_plan import (
     plan_options,
     planned_tiles_alone,
 )
+from prefixcache.runner.torch.typed import unflatten
 
 LAYOUT = "NHD"
 # Partial results of split keys. FlashInfer recommends 128 MiB; wide models take more in large
@@ -41,7 +42,8 @@ def num_multiprocessors(device: torch.device) -> int:
     """Of a GPU; elsewhere those of the one that plans are tried for."""
     if device.type != "cuda":
         return _H200_MULTIPROCESSORS
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    properties = cast("Any", torch.cuda.get_device_properties(device))  # pyright: ignore[reportUnknownMemberType]
+    return properties.multi_processor_count
 
 
 def needed_workspace(specs: Sequence[AttentionSpec], device: torch.device) -> int:
@@ -177,11 +179,11 @@ class _PackedDecode(_Prefill):
         super().plan(replace(rows, qo_indptr=rows.qo_indptr * self._group_size), indices)
 
     def run(self, q_THD: Tensor, kv: Tensor, indices: Tensor, out_THD: Tensor) -> None:
-        packed = q_THD.unflatten(1, (-1, self._group_size)).transpose(1, 2).flatten(0, 1)
+        packed = unflatten(q_THD, 1, (-1, self._group_size)).transpose(1, 2).flatten(0, 1)
         out = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
         super().run(packed, kv, indices, out)
-        heads = out.unflatten(0, (-1, self._group_size)).transpose(1, 2)
-        out_THD.unflatten(1, (-1, self._group_size)).copy_(heads)
+        heads = unflatten(out, 0, (-1, self._group_size)).transpose(1, 2)
+        unflatten(out_THD, 1, (-1, self._group_size)).copy_(heads)
 
 
 MakeKernel = Callable[..., Kernel]

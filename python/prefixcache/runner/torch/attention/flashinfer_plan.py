@@ -16,6 +16,7 @@ from torch import Tensor
 
 from prefixcache.exceptions import ConfigError, how_to_install
 from prefixcache.runner.torch.attention.base import AttentionBatch, AttentionSpec
+from prefixcache.runner.torch.typed import from_numpy
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
@@ -151,12 +152,12 @@ def align_tables(batch: AttentionBatch, multiple: int) -> ListedPages:
     starts = indptr[:-1]
     shifts = aligned_indptr[:-1] + added - starts
     places = np.arange(aligned_indptr[-1], dtype=np.int32) - np.repeat(shifts, counts)
-    chosen = torch.from_numpy(np.maximum(places, np.repeat(starts, counts)))
+    chosen = from_numpy(np.maximum(places, np.repeat(starts, counts)))
     if batch.kv_indices.device.type == "cuda":
         chosen = chosen.pin_memory().to(batch.kv_indices.device, non_blocking=True)
     return ListedPages(
-        kv_indptr=torch.from_numpy(aligned_indptr),
-        first_pages=torch.from_numpy(first_pages - added),
+        kv_indptr=from_numpy(aligned_indptr),
+        first_pages=from_numpy(first_pages - added),
         chosen=chosen,
     )
 

@@ -20,6 +20,7 @@ from prefixcache.runner.torch.attention.base import (
 )
 from prefixcache.runner.torch.attention.short_conv import ShortConvCache
 from prefixcache.runner.torch.attention.states import StatePages
+from prefixcache.runner.torch.typed import split
 
 Rotation = tuple[Tensor, Tensor]
 GroupBackend: TypeAlias = AttentionBackend | ShortConvCache | StatePages
@@ -92,7 +93,7 @@ class GroupedAttention:
         for run, rows in enumerate(pages[0][0].runs):
             state = torch.cat([page.read(run, part) for page, part in pages])
             compute(rows, state)
-            written = state.split([part.numbers for part in parts])
+            written = split(state, [part.numbers for part in parts])
             for (page, part), numbers in zip(pages, written, strict=True):
                 page.write(run, part, numbers)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from prefixcache.kv.specs import KVGroup
 from prefixcache.runner.torch.attention.base import AttentionBatch, AttentionSpec, BatchSequence
+from prefixcache.runner.torch.typed import unflatten
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class ShortConvCache:
         for number in range(len(group.layers)):
             tensor, part = group.part(number)
             inputs_PN = kv_tensors[tensor].flatten(1)[:, part]
-            self._inputs.append(inputs_PN.unflatten(1, (group.kept_tokens, group.conv_width)))
+            self._inputs.append(unflatten(inputs_PN, 1, (group.kept_tokens, group.conv_width)))
 
     def plan(self, batch: AttentionBatch) -> None:
         """Finds the inputs before the step, and which of its own are kept."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from prefixcache.kv.specs import StatePart
 from prefixcache.runner.torch.attention.base import AttentionBatch, AttentionSpec
+from prefixcache.runner.torch.typed import integers
 
 
 class StatePages:
@@ -40,7 +41,7 @@ class StatePages:
         size = self._block_size
         self.runs, self._places = [], []
         for sequence in batch.sequences(size):
-            pages, start = sequence.pages.tolist(), sequence.start
+            pages, start = integers(sequence.pages), sequence.start
             while start < sequence.stop:
                 upto = min(sequence.stop, (start // size + 1) * size)
                 before = pages[(start - 1) // size - sequence.first_page] if start else None

@@ -11,6 +11,7 @@ from torch import Tensor
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.models.decoder.shapes import DenseAndExpertsShape, DenseShape, ExpertsShape
 from prefixcache.runner.torch.decoder.builder import Builder, norm_of
+from prefixcache.runner.torch.typed import distinct
 
 
 class DenseFeedForward:
@@ -51,7 +52,7 @@ class ExpertsFeedForward:
         weights_TK, experts_TK = self._route(self._router.wide(routed_TE).float())
         count, top_k = self._experts.count, self._experts.top_k
         made_TKE = x_TE.new_empty(*experts_TK.shape, x_TE.shape[1], dtype=torch.float32)
-        for expert in experts_TK.unique().tolist():
+        for expert in distinct(experts_TK):
             token, rank = (experts_TK == expert).nonzero(as_tuple=True)
             gated = self._gate(self._gate_up.block(expert, count, x_TE[token]))
             made_TKE[token, rank] = self._down.block(expert, count, gated).float()

@@ -15,6 +15,7 @@ from prefixcache.models.decoder.shapes import AttentionShape, ConvShape, StateSh
 from prefixcache.runner.torch.attention.grouped import GroupedAttention, Rotation
 from prefixcache.runner.torch.decoder.builder import Builder, norm_of, optional_norm
 from prefixcache.runner.torch.ops.delta import gated_delta_rule, mamba2
+from prefixcache.runner.torch.typed import split
 
 
 class AttentionMixer:
@@ -70,7 +71,7 @@ class AttentionMixer:
         if of_keys is of_queries and attention.rotate_and_run is not None:
             return attention.rotate_and_run(self._layer, qk, v_TKD, of_keys).flatten(1)
         if of_keys is of_queries:
-            q_THD, k_TKD = self._ops.apply_rope(qk, *of_keys).split([num_q, num_k], dim=1)
+            q_THD, k_TKD = split(self._ops.apply_rope(qk, *of_keys), [num_q, num_k], 1)
         else:
             q_THD = self._ops.apply_rope(qk[:, :num_q], *of_queries)
             k_TKD = self._ops.apply_rope(qk[:, num_q:], *of_keys)
@@ -81,7 +82,7 @@ class AttentionMixer:
         if not self._whole_norms:
             return self._rms_norm(qk_TND, norm_ND)
         sizes = list(self._heads[:2])
-        parts = zip(qk_TND.split(sizes, dim=1), norm_ND.split(sizes), strict=True)
+        parts = zip(split(qk_TND, sizes, 1), split(norm_ND, sizes), strict=True)
         normed = [self._rms_norm(x.flatten(1), norm.flatten()).view(x.shape) for x, norm in parts]
         return torch.cat(normed, dim=1)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from prefixcache.models.arrays import BFLOAT16, Array, given_array
+from prefixcache.runner.torch.typed import from_numpy
 
 # Numbers that torch does not take from numpy: what they look like to it, and what they are.
 _BY_BITS = {
@@ -24,8 +25,8 @@ def tensor_of(array: Array | Tensor) -> Tensor:
     array = np.require(array, requirements=["C", "W"])
     bits = _BY_BITS.get(array.dtype)
     if bits is None:
-        return torch.from_numpy(array)
-    return torch.from_numpy(array.view(bits[0])).view(bits[1])
+        return from_numpy(array)
+    return from_numpy(array.view(bits[0])).view(bits[1])
 
 
 def given_tensor(name: str, tensor: object) -> Tensor | Array:

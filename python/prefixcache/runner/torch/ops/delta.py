@@ -12,6 +12,7 @@ from torch import Tensor
 
 from prefixcache.config.model_config import DeltaConfig, MambaConfig
 from prefixcache.models.decoder.parameters import StateWeights
+from prefixcache.runner.torch.typed import split, unflatten
 
 _LENGTH_EPS = 1e-6
 
@@ -26,7 +27,7 @@ def gated_delta_rule(
     """
     heads = delta.value_heads
     sizes = [delta.channels, delta.values, heads, heads]
-    qkv_TC, z_TV, b_TH, a_TH = x_TI.split(sizes, dim=-1)
+    qkv_TC, z_TV, b_TH, a_TH = split(x_TI, sizes, -1)
     s_HKV, before_LC = _parts(delta, state)
     q_THK, k_THK, v_THV = _convolved(delta, weights, qkv_TC, before_LC)
     q_THK, k_THK = _of_length_1(q_THK) * delta.key_dim**-0.5, _of_length_1(k_THK)
@@ -51,7 +52,7 @@ def mamba2(
     `x_TI` are a token's C, B, x, z and dt, in float32; `state` as for `gated_delta_rule`.
     """
     sizes = [mamba.channels, mamba.values, mamba.value_heads]
-    cbx_TC, z_TV, dt_TH = x_TI.split(sizes, dim=-1)
+    cbx_TC, z_TV, dt_TH = split(x_TI, sizes, -1)
     s_HKV, before_LC = _parts(mamba, state)
     c_THK, b_THK, x_THV = _convolved(mamba, weights, cbx_TC, before_LC)
     time_TH = F.softplus(dt_TH + weights.time_bias)
@@ -85,14 +86,14 @@ def _convolved(
     kernel = weights.conv.T[:, None].contiguous()
     sums = F.conv1d(inputs.T[None], kernel, weights.conv_bias, groups=inputs.shape[1])
     keys = states.key_heads * states.key_dim
-    q, k, v = F.silu(sums[0].T).split([keys, keys, states.values], dim=-1)
+    q, k, v = split(F.silu(sums[0].T), [keys, keys, states.values], -1)
     of_head = torch.arange(states.value_heads, device=q.device)
     if isinstance(states, DeltaConfig) and states.tiled:
         of_head %= states.key_heads
     else:
         of_head //= states.value_heads // states.key_heads
-    q_THK, k_THK = (x.unflatten(1, (-1, states.key_dim))[:, of_head] for x in (q, k))
-    return q_THK, k_THK, v.unflatten(1, (-1, states.value_dim))
+    q_THK, k_THK = (unflatten(x, 1, (-1, states.key_dim))[:, of_head] for x in (q, k))
+    return q_THK, k_THK, unflatten(v, 1, (-1, states.value_dim))
 
 
 def _of_length_1(x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from prefixcache.config.rope_config import RopeConfig
 from prefixcache.models.rope import Rotation
 from prefixcache.runner.torch.ops.cuda import fused_kernels
+from prefixcache.runner.torch.typed import from_numpy
 
 
 class RotaryEmbedding:
@@ -27,7 +28,7 @@ class RotaryEmbedding:
         if isinstance(rotation, RopeConfig):
             rotation = Rotation(rotation)
         tables = rotation.tables(rotary_dim, max_positions)
-        self._cos_PR, self._sin_PR = (torch.from_numpy(table).to(device) for table in tables)
+        self._cos_PR, self._sin_PR = (from_numpy(table).to(device) for table in tables)
 
     def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the given positions: two float32 tensors [T, 1, R]."""

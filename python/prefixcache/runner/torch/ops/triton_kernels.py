@@ -8,6 +8,10 @@ a kernel, where it knows no names but those of `triton.language`.
 Letters of shapes: T tokens, N heads, D head size or row width, F intermediate size, R = D / 2.
 """
 
+# Triton reads these functions: no Python runs them.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 from functools import cache

@@ -9,6 +9,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from prefixcache.runner.torch.typed import from_numpy
+
 Field = Callable[[Tensor], Tensor]
 
 
@@ -43,7 +45,7 @@ class Upload:
     def send(self, device: torch.device) -> Tensor:
         """Starts the copy; pinned, so that nothing waits for the device."""
         if device.type == "cpu":
-            return torch.from_numpy(np.concatenate([*self._arrays, _NOTHING]))
+            return from_numpy(np.concatenate([*self._arrays, _NOTHING]))
         host = torch.empty(self._size, dtype=torch.int64, pin_memory=device.type == "cuda")
         np.concatenate([*self._arrays, _NOTHING], out=host.numpy())
         return host.to(device, non_blocking=True)

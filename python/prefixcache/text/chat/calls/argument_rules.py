@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from prefixcache.config.checked import shown
+from prefixcache.config.checked import is_mapping, shown
 from prefixcache.exceptions import wrong
 from prefixcache.text.chat.calls.schemas import Schema, kinds_of, resolved
 from prefixcache.text.chat.grammars import SPACING, Markers, escaped, literal
@@ -198,8 +198,8 @@ class _Writer:
 
     def _properties(self, schema: Schema) -> Mapping[str, Schema]:
         properties: Any = schema.get("properties")
-        values = cast("Schema", properties).items() if isinstance(properties, Mapping) else ()
-        return {name: value if isinstance(value, Mapping) else {} for name, value in values}
+        values = properties.items() if is_mapping(properties) else ()
+        return {name: value if is_mapping(value) else {} for name, value in values}
 
     def _place(self, name: str, place: int, member: str, *, optional: bool) -> None:
         following = f"{name}_at_{place + 1}"
@@ -254,13 +254,13 @@ class _Writer:
         return self._of_kind(cast("str", kinds), schema, name, depth)
 
     def _union(self, parts: Sequence[Any], name: str, depth: int) -> str:
-        schemas = [part if isinstance(part, Mapping) else {} for part in parts]
+        schemas: list[Schema] = [part if is_mapping(part) else {} for part in parts]
         if not self._style.quote and any(
             "string" in _kinds(choice, self._tool) for choice in schemas
         ):
             return self._any()  # any value is a text
         written = [
-            self._value(cast("Schema", choice), f"{name}_{place}", depth + 1)
+            self._value(choice, f"{name}_{place}", depth + 1)
             for place, choice in enumerate(schemas)
         ]
         return f"({' | '.join(written)})"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
+from prefixcache.config.checked import is_list, is_mapping
 from prefixcache.text.chat.tools import Tool
 
 Schema = Mapping[str, Any]
@@ -44,8 +45,8 @@ class ToolSchemas:
 def properties_of(root: Schema) -> Mapping[str, Schema]:
     """The properties of an object's schema that are objects themselves."""
     properties: object = resolved(root, root).get("properties")
-    listed = cast("Schema", properties).items() if isinstance(properties, Mapping) else ()
-    return {name: value for name, value in listed if isinstance(value, Mapping)}
+    listed = properties.items() if is_mapping(properties) else ()
+    return {name: value for name, value in listed if is_mapping(value)}
 
 
 def resolved(schema: Schema, root: Schema) -> Schema:
@@ -64,8 +65,8 @@ def _at(root: Schema, path: Sequence[str]) -> Schema:
     node: Any = root
     for key in path:
         key = key.replace("~1", "/").replace("~0", "~")
-        node = node.get(key) if isinstance(node, Mapping) else None
-    return node if isinstance(node, Mapping) else {}
+        node = node.get(key) if is_mapping(node) else None
+    return node if is_mapping(node) else {}
 
 
 def kinds_of(schema: Schema, root: Schema, depth: int = 0) -> frozenset[str]:
@@ -76,20 +77,20 @@ def kinds_of(schema: Schema, root: Schema, depth: int = 0) -> frozenset[str]:
     named: object = schema.get("type")
     if isinstance(named, str):
         return frozenset((named,))
-    if isinstance(named, list):
-        return frozenset(kind for kind in cast("list[Any]", named) if isinstance(kind, str))
+    if is_list(named):
+        return frozenset(kind for kind in named if isinstance(kind, str))
     for name in ("anyOf", "oneOf"):
         parts: object = schema.get(name)
-        if isinstance(parts, list):
-            return _together(cast("list[Any]", parts), root, depth + 1)
+        if is_list(parts):
+            return _together(parts, root, depth + 1)
     values: object = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(values, list):
-        return frozenset(kind_of(value) for value in cast("list[Any]", values))
+    if is_list(values):
+        return frozenset(kind_of(value) for value in values)
     return frozenset()
 
 
 def _together(parts: Sequence[Any], root: Schema, depth: int) -> frozenset[str]:
-    kinds = [kinds_of(part, root, depth) for part in parts if isinstance(part, Mapping)]
+    kinds = [kinds_of(part, root, depth) for part in parts if is_mapping(part)]
     return frozenset[str]().union(*kinds) if all(kinds) else frozenset()
 
 

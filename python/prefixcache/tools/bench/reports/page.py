@@ -1,5 +1,8 @@
 """A report as one page: table, picture, settings and machine in a file that loads nothing else."""
 
+# Of matplotlib's keywords.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import io

@@ -1,5 +1,8 @@
 """The picture of what the cache saves, for a README's width."""
 
+# Of matplotlib's keywords.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 from collections.abc import Sequence

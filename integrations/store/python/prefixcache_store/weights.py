@@ -36,7 +36,8 @@ def model_digest(
         if load_format == "dummy":
             raise ValueError("They are random")
         if not Path(model).exists():
-            from huggingface_hub import snapshot_download  # Engines have it.
+            # Engines have it.
+            from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
 
             model = snapshot_download(
                 model, revision=revision, cache_dir=download_dir, local_files_only=True

@@ -252,9 +252,12 @@ def test_files_of_others_stay_and_count(tmp_path):
     folder.mkdir(mode=0o700)
     (folder / "notes").write_bytes(bytes(10 * PAGE))
     (folder / "7.part").write_bytes(bytes(PAGE))
+    (folder / "0.part").mkdir()
     with Store(folder, 20 * PAGE) as store:
         assert store.num_bytes >= 10 * PAGE
-    assert {path.name for path in folder.iterdir()} == {"lock", "notes"}
+        assert store.put([b"a"], [b"value"]) == [True]
+        store.clear()
+    assert {path.name for path in folder.iterdir()} == {"lock", "notes", "0.part"}
     with pytest.raises(OSError, match="no room"):
         Store(folder, 5 * PAGE)
 

@@ -140,7 +140,9 @@ impl Files {
                     listing.values.push((status.modified()?, key, content));
                 }
                 Some(_) => remove(&path)?,
-                None if path.extension().is_some_and(|end| end == PART) => remove(&path)?,
+                None if !status.is_dir() && path.extension().is_some_and(|end| end == PART) => {
+                    remove(&path)?;
+                }
                 None => listing.other_bytes += blocks(&status),
             }
         }

@@ -23,6 +23,7 @@ from sglang.version import __version__
 
 from prefixcache_sglang import refuse_version
 from prefixcache_store import Store
+from prefixcache_store.options import positive
 from prefixcache_store.weights import model_digest
 
 if TYPE_CHECKING:
@@ -89,14 +90,15 @@ class PrefixCacheStorage(HiCacheStorage):
             "arguments": {name: str(getattr(arguments, name)) for name in _ARGUMENTS},
             "weight_version": self._weight_version,
         }
-        self._deadline = float(options.get("deadline_s", 2.0))
+        self._deadline = positive("deadline_s", options.get("deadline_s", 2.0))
         shares = storage_config.tp_size * storage_config.pp_size * storage_config.attn_cp_size
         name = (
             f"tp{storage_config.tp_rank}-pp{storage_config.pp_rank}"
             f"-cp{storage_config.attn_cp_rank}-dp{storage_config.dp_rank}"
         )
         folder = Path(options["root_dir"]).expanduser() / name
-        self._store = Store(folder, int(options["max_bytes"]) // shares, threads=4)
+        share = positive("max_bytes", options.get("max_bytes")) // shares
+        self._store = Store(folder, int(share), threads=4)
         # In the store's folder, which nobody else can open: notes say which weights pages are of.
         notes = folder / "weights.json"
         try:

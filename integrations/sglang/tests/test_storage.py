@@ -141,6 +141,13 @@ def test_no_injected_fault_gives_other_bytes() -> None:
     damage.damage_lives(start)
 
 
+@pytest.mark.parametrize("option", ["max_bytes", "deadline_s"])
+def test_an_option_that_is_no_number_is_named(option: str, start: START) -> None:
+    with pytest.raises(ValueError, match=f'"{option}" must be .*, not .9 GB'):
+        start(**{option: "9 GB"})
+    assert start().prefetch() == 0
+
+
 def test_the_bound_holds(tmp_path: Path, start: START) -> None:
     bound = 1 << 20
     controller = start(max_bytes=bound)

@@ -20,6 +20,7 @@ from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, RequestOfflo
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from prefixcache_store import Store
+from prefixcache_store.options import positive
 from prefixcache_vllm import refuse_version
 from prefixcache_vllm.namespace import NAMESPACE_BYTES, namespace
 
@@ -90,10 +91,11 @@ class PrefixCacheTier(SecondaryTierManager):
             )
         self.locality = Locality.LOCAL
         self._rows: np.ndarray | None = np.asarray(primary_kv_view)
-        self._deadline = deadline_s
+        self._deadline = positive("deadline_s", deadline_s)
         parallel = offloading_spec.config.parallel
+        share = positive("max_bytes", max_bytes) // parallel.data_parallel_size
         folder = Path(root_dir).expanduser() / f"rank{parallel.data_parallel_index}"
-        self._store = Store(folder, max_bytes // parallel.data_parallel_size, threads=threads)
+        self._store = Store(folder, int(share), threads=threads)
         # In the store's folder, which nobody else can open: notes say which weights blocks are of.
         notes = folder / "weights.json"
         try:

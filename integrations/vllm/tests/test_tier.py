@@ -69,6 +69,13 @@ def test_only_folders_of_ranks_are_made_and_nobody_else_may_open_them(
         start()
 
 
+@pytest.mark.parametrize("option", ["max_bytes", "deadline_s"])
+def test_an_option_that_is_no_number_is_named(option: str, start: START) -> None:
+    with pytest.raises(ValueError, match=f'"{option}" must be .*, not .9 GB'):
+        start(**{option: "9 GB"})
+    assert start().find(FIRST) == 0
+
+
 def test_the_bound_holds(tmp_path: Path, start: START) -> None:
     bound = 1 << 20
     engine = start(max_bytes=bound)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 
 import damage
 import pytest
+import tiers
 import torch
 from controller import NUM_PAGES, PAGE, PROMPT, Controller
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
@@ -36,17 +35,7 @@ def test_pages_come_back_also_after_a_restart(start: START) -> None:
 
 
 def test_a_killed_process_leaves_its_pages_to_the_next_one(tmp_path: Path, start: START) -> None:
-    script = Path(__file__).with_name("controller.py")
-    process = subprocess.Popen(
-        [sys.executable, script, tmp_path],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with process:
-        assert process.stdout is not None
-        assert any(line == "backed up\n" for line in process.stdout)
-        process.kill()
+    tiers.line_of_killed(Path(__file__).with_name("controller.py"), tmp_path, "backed up")
     assert start().prefetch() == NUM_PAGES
 
 
@@ -78,12 +67,7 @@ def test_other_weights_in_the_same_files_find_nothing(tmp_path: Path, start: STA
 def test_only_folders_of_ranks_are_made_and_nobody_else_may_open_them(
     tmp_path: Path, start: START
 ) -> None:
-    start().close()
-    (folder,) = (tmp_path / "kv").iterdir()
-    assert (folder / "weights.json").is_file()
-    folder.chmod(0o777)
-    with pytest.raises(OSError, match="can be opened by other users"):
-        start()
+    tiers.check_folders(tmp_path / "kv", start)
 
 
 def test_new_weights_while_it_runs_find_and_store_nothing(start: START) -> None:
@@ -141,11 +125,8 @@ def test_no_injected_fault_gives_other_bytes() -> None:
     damage.damage_lives(start)
 
 
-@pytest.mark.parametrize("option", ["max_bytes", "deadline_s"])
-def test_an_option_that_is_no_number_is_named(option: str, start: START) -> None:
-    with pytest.raises(ValueError, match=f'"{option}" must be .*, not .9 GB'):
-        start(**{option: "9 GB"})
-    assert start().prefetch() == 0
+def test_an_option_that_is_no_number_is_named(start: START) -> None:
+    tiers.check_numbers(start)
 
 
 def test_the_bound_holds(tmp_path: Path, start: START) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -112,20 +111,12 @@ def write_model(folder: Path) -> None:
 def test_the_answer_after_a_kill_has_blocks_from_the_disk_and_the_same_tokens(
     tmp_path: Path,
 ) -> None:
+    import tiers  # Its folder is on pytest's path alone, not on that of the process to be killed.
+
     write_model(tmp_path / "model")
     answers = []
     for _ in range(2):
-        process = subprocess.Popen(
-            [sys.executable, __file__, tmp_path],
-            env=os.environ | ENVIRONMENT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        with process:
-            assert process.stdout is not None
-            line = next(line for line in process.stdout if line.startswith('{"cached"'))
-            process.kill()
+        line = tiers.line_of_killed(Path(__file__), tmp_path, '{"cached"', **ENVIRONMENT)
         answers.append(json.loads(line))
     first, second = answers
     assert (first["cached"], second["cached"]) == (0, NUM_BLOCKS * BLOCK_TOKENS)

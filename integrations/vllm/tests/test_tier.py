@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any
 
 import damage
 import pytest
+import tiers
 from engine import PROMPTS, Engine, configure, transfer_config
 
 FIRST, SECOND = PROMPTS.values()
@@ -33,16 +32,7 @@ def test_a_killed_process_leaves_its_blocks_to_the_next_one(
     tmp_path: Path, model: Path, start: START
 ) -> None:
     script = Path(__file__).with_name("engine.py")
-    process = subprocess.Popen(
-        [sys.executable, script, tmp_path],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with process:
-        assert process.stdout is not None
-        memory = next(line for line in process.stdout if line.startswith("/dev/shm/"))
-        process.kill()
+    memory = tiers.line_of_killed(script, tmp_path, "/dev/shm/")
     Path(memory.strip()).unlink()  # vLLM leaves it.
     engine = start()
     assert (engine.find(FIRST), engine.find(SECOND)) == (NUM_FIRST, NUM_SECOND)
@@ -61,19 +51,11 @@ def test_other_weights_in_the_same_files_find_nothing(model: Path, start: START)
 def test_only_folders_of_ranks_are_made_and_nobody_else_may_open_them(
     tmp_path: Path, start: START
 ) -> None:
-    start().close()
-    (folder,) = (tmp_path / "kv").iterdir()
-    assert (folder / "weights.json").is_file()
-    folder.chmod(0o777)
-    with pytest.raises(OSError, match="can be opened by other users"):
-        start()
+    tiers.check_folders(tmp_path / "kv", start)
 
 
-@pytest.mark.parametrize("option", ["max_bytes", "deadline_s"])
-def test_an_option_that_is_no_number_is_named(option: str, start: START) -> None:
-    with pytest.raises(ValueError, match=f'"{option}" must be .*, not .9 GB'):
-        start(**{option: "9 GB"})
-    assert start().find(FIRST) == 0
+def test_an_option_that_is_no_number_is_named(start: START) -> None:
+    tiers.check_numbers(start)
 
 
 def test_the_bound_holds(tmp_path: Path, start: START) -> None:

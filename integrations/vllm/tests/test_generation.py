@@ -90,21 +90,22 @@ class PlainMemoryWorker(OffloadingWorker):
 
 
 def write_model(folder: Path) -> None:
-    """A llama of random weights, large enough for answers that differ."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """Random weights, large enough for answers that differ.
+
+    Bloom's attention sees how far away a key is. Most models' keys have their positions in them,
+    so that blocks in another order would give the same answer.
+    """
+    from transformers import BloomConfig, BloomForCausalLM
 
     torch.manual_seed(7)
-    config = LlamaConfig(
+    config = BloomConfig(
         hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
+        n_layer=2,
+        n_head=4,
         vocab_size=512,
-        initializer_range=0.1,
+        initializer_range=0.3,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    BloomForCausalLM(config).save_pretrained(folder)
 
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="this vLLM does not compute on CPUs")

@@ -90,6 +90,16 @@ def rounded(rows: Tensor) -> Tensor:
     return (codes * scales).to(rows.dtype)
 
 
+def rounded_keys(rows: Tensor) -> Tensor:
+    """The same of keys, which are rotated before: each block multiplied with a Hadamard matrix."""
+    size = rows.shape[-1] & -rows.shape[-1]
+    matrix = torch.ones(1, 1)
+    while len(matrix) < size:
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
+    turned = rounded((rows.float().unflatten(-1, (-1, size)) @ matrix).flatten(-2))
+    return (turned.unflatten(-1, (-1, size)) @ matrix / size).flatten(-2).to(rows.dtype)
+
+
 _BACKENDS = {"cpu": KernelAttention, "int8": CodeAttention, "torch": TorchAttention}
 
 

@@ -52,7 +52,9 @@ class ModelSpec:
         if self.instructions is None:
             return self.dtype
         computed = f"{self.dtype}/{self.instructions}/r{self.kernel_revision}"
-        return computed if self.kv_dtype == self.dtype else f"{computed}/{self.kv_dtype} kv"
+        if self.kv_dtype == self.dtype:
+            return computed
+        return f"{computed}/{self.kv_dtype} kv, rotated keys"
 
 
 @dataclass(frozen=True, slots=True)

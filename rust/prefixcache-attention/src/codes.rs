@@ -1,6 +1,7 @@
 //! Keys and values in eight bits: how they are rounded, where they stand, and a tile of them as numbers.
 //!
-//! What a token has in one head, a row of keys or of values, is rounded alone. Its scale is its largest magnitude
+//! What a token has in one head, a row of keys or of values, is rounded alone, keys after a rotation that queries share
+//! (`rotation.rs`). Its scale is its largest magnitude
 //! divided by 127, in `f32`; its codes are its numbers divided by the scale, rounded to the nearest integer, halves to
 //! even. A row is the same codes whatever is computed with it, in every form. Every reader reads the codes, also those
 //! of the step's own tokens, so a hit reads what a miss does. A row whose scale would be no normal number is zeros; one
@@ -20,7 +21,8 @@ use std::ops::Range;
 use prefixcache_cpu::{Element, Form, Kernel, Lanes, Rows, RowsMut, Team};
 
 use crate::paged::{GROUP, KvElement};
-use crate::{Attention, Plan};
+use crate::rotation::rotate_key;
+use crate::{Attention, MAX_HEAD_DIM, Plan};
 
 /// Blocks that keep codes are of a multiple of as many tokens.
 pub const CODE_TOKENS: usize = GROUP;
@@ -114,8 +116,8 @@ impl<E: Element> Kernel for Append<'_, E> {
     fn run<L: Lanes>(self, _: L) {
         let (dims, size) = (self.plan.attention().head_dim(), self.plan.block_size());
         let at = CodeGroup::new(dims);
-        let mut codes = [0; 512];
-        let codes = &mut codes[..dims];
+        let (mut codes, mut rotated) = ([0; MAX_HEAD_DIM], [0.0; MAX_HEAD_DIM]);
+        let (codes, rotated) = (&mut codes[..dims], &mut rotated[..dims]);
         for (token, &slot) in self.slots.iter().enumerate() {
             let slot = usize::try_from(slot).expect("slots are not negative");
             let (block, offset) = (slot / size, slot % size);
@@ -125,7 +127,8 @@ impl<E: Element> Kernel for Append<'_, E> {
                 // SAFETY: a head belongs to one task, and its parts do not overlap.
                 let group = unsafe { self.cache.part(block, group, CodeGroup::bytes(dims)) };
                 let numbers = head * dims..(head + 1) * dims;
-                let scale = round_row(&self.keys.row(token)[numbers.clone()], codes);
+                rotate_key(&self.keys.row(token)[numbers.clone()], rotated);
+                let scale = round_row(rotated, codes);
                 let lines = group[..at.key_scales].chunks_exact_mut(GROUP);
                 for (line, &code) in lines.zip(&*codes) {
                     line[place] = code;

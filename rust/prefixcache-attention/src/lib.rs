@@ -22,6 +22,7 @@ mod kept;
 mod kernel;
 mod paged;
 mod plan;
+mod rotation;
 mod state;
 
 pub use codes::{CODE_TOKENS, append_codes};
@@ -49,6 +50,9 @@ pub struct Attention {
 /// The most query heads.
 const MAX_HEADS: usize = 1 << 16;
 
+/// The most numbers of a head.
+const MAX_HEAD_DIM: usize = 512;
+
 /// The heads of a model do not fit the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ShapeError {
@@ -59,7 +63,7 @@ pub enum ShapeError {
     #[error("num_heads ({0}) must be at most {MAX_HEADS}")]
     TooManyHeads(usize),
     /// A head fills whole vectors.
-    #[error("head_dim ({0}) must be a multiple of 16, from 16 to 512")]
+    #[error("head_dim ({0}) must be a multiple of 16, from 16 to {MAX_HEAD_DIM}")]
     HeadDim(usize),
 }
 
@@ -77,7 +81,7 @@ impl Attention {
         if heads > MAX_HEADS {
             return Err(ShapeError::TooManyHeads(heads));
         }
-        if !head_dim.is_multiple_of(16) || !(16..=512).contains(&head_dim) {
+        if !head_dim.is_multiple_of(16) || !(16..=MAX_HEAD_DIM).contains(&head_dim) {
             return Err(ShapeError::HeadDim(head_dim));
         }
         Ok(Self { heads, kv_heads, head_dim, scale, window_left: None, softcap: None })

@@ -11,7 +11,7 @@ from prefixcache.exceptions import ConfigError
 from prefixcache.kv.specs import KVGroup
 from prefixcache.runner.torch.attention.base import AttentionGroup, AttentionSpec
 from prefixcache.runner.torch.attention.registry import attention_names, make_attention
-from support.kernel_attention import backend_of, rounded
+from support.kernel_attention import backend_of, rounded, rounded_keys
 from support.paged_driver import make_batch
 
 BLOCK_SIZE = 4
@@ -86,7 +86,7 @@ def test_mixed_batch(backend, heads, window, softcap, block_size):
         torch.cat([values[i][chunks[i][0] :] for i in new]),
     )
     if backend == "int8":
-        keys, values = ([rounded(rows) for rows in all_of] for all_of in (keys, values))
+        keys, values = [rounded_keys(rows) for rows in keys], [rounded(rows) for rows in values]
     expected = torch.cat([expected_rows(spec, queries[i], keys[i], values[i]) for i in new])
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-4)
 

@@ -53,16 +53,37 @@ impl<E: KvElement> Layer<E> {
     /// The keys and values that are read of a row of inputs.
     fn rounded(&self, mut x: Vec<f64>) -> Vec<f64> {
         if matches!(self.cache, Cache::Codes(_)) {
-            for head in x.chunks_exact_mut(self.attention.head_dim()).skip(self.attention.heads()) {
+            let (heads, kv_heads) = (self.attention.heads(), self.attention.kv_heads());
+            let rows = x.chunks_exact_mut(self.attention.head_dim()).skip(heads);
+            for (number, head) in rows.enumerate() {
+                let block = if number < kv_heads { 1 << head.len().trailing_zeros() } else { 1 };
+                head.chunks_exact_mut(block).for_each(rotate);
                 let largest = head.iter().fold(0.0_f64, |largest, x| largest.max(x.abs()));
                 let scale = largest as f32 / 127.0;
                 // Divided in f32: in f64 what is nearly a half would go the other way.
                 let code = |x: f64| f64::from((x as f32 / scale).round_ties_even());
                 head.iter_mut().for_each(|x| *x = code(*x) * f64::from(scale));
+                head.chunks_exact_mut(block).for_each(rotate);
+                // Twice rotated is as many times the row.
+                head.iter_mut().for_each(|x| *x /= block as f64);
             }
         }
         x
     }
+}
+
+/// Multiplies with a Hadamard matrix, by its definition. What is added is rounded as the kernel does, whose codes
+/// would not be the same otherwise.
+fn rotate(x: &mut [f64]) {
+    if x.len() == 1 {
+        return;
+    }
+    let (left, right) = x.split_at_mut(x.len() / 2);
+    for (a, b) in left.iter_mut().zip(&mut *right) {
+        (*a, *b) = (f64::from(*a as f32 + *b as f32), f64::from(*a as f32 - *b as f32));
+    }
+    rotate(left);
+    rotate(right);
 }
 
 impl<E> Cache<E> {

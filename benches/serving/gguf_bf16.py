@@ -1,4 +1,4 @@
-"""Writes a BF16 copy of a GGUF file: matrices in bfloat16, vectors as they are.
+"""Writes a BF16 or F32 copy of a GGUF file: matrices in that type, vectors as they are.
 
 gguf_bf16.py SOURCE.gguf TARGET.gguf
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from gguf import (
@@ -22,10 +23,11 @@ from gguf import (
 _REWRITTEN = {"general.architecture", "general.file_type", "general.quantization_version"}
 
 
-def convert(source: Path, target: Path) -> None:
+def convert(source: Path, target: Path, dtype: Literal["BF16", "F32"] = "BF16") -> None:
     reader = GGUFReader(source)
     writer = GGUFWriter(target, reader.fields["general.architecture"].contents())
-    writer.add_file_type(LlamaFileType.MOSTLY_BF16)
+    file_type = {"BF16": LlamaFileType.MOSTLY_BF16, "F32": LlamaFileType.ALL_F32}[dtype]
+    writer.add_file_type(file_type)
     for name, field in reader.fields.items():
         if not name.startswith("GGUF.") and name not in _REWRITTEN:
             inner = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
@@ -35,8 +37,8 @@ def convert(source: Path, target: Path) -> None:
         if values.ndim == 1:
             writer.add_tensor(tensor.name, values)
         else:
-            packed = quantize(values, GGMLQuantizationType.BF16)
-            writer.add_tensor(tensor.name, packed, raw_dtype=GGMLQuantizationType.BF16)
+            packed = quantize(values, GGMLQuantizationType[dtype])
+            writer.add_tensor(tensor.name, packed, raw_dtype=GGMLQuantizationType[dtype])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

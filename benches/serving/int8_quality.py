@@ -16,8 +16,9 @@ per cent in this mean, in whichever direction.)
 `texts` are recorded chats (tau-bench, `tests/support/dialogues.py`), the turns after the policy:
 all read the same tokens, and each tells the log probability of the token that follows and its own
 favourite. Then each goes on by itself, greedily, from half of the text. `keys` does the same with
-keys and values in eight bits. `recall` puts a locker's number into the middle of a recorded chat
-and asks for it. `formats` reads GGUF files of the Llama family, with random tokens where the file's
+keys and values in eight bits, and llama.cpp with `q8_0` ones is compared with itself, in float32
+weights. `recall` puts a locker's number into the middle of a recorded chat and asks for it.
+`formats` reads GGUF files of the Llama family, with random tokens where the file's
 own vocabulary has no text.
 """
 
@@ -28,14 +29,17 @@ import random
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 from compare import Entry, started
+from gguf_bf16 import convert
 from questions import QUESTIONS
 from torch import Tensor
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from prefixcache import LLM, SamplingParams
@@ -55,6 +59,8 @@ from support.loaded import cpu_model
 from support.paged_driver import CpuDriver
 
 GREEDY = 32
+# ggml's type 8, with flash attention, without which llama.cpp refuses it for values.
+_Q8_0 = "context.type_k=8,context.type_v=8,context.flash_attn_type=1"
 _ANSWER_TOKENS = 32
 _WAYS: dict[str, tuple[KernelDType, Activations]] = {
     "exact, bfloat16": ("bfloat16", "exact"),
@@ -95,8 +101,8 @@ def texts(
     folder, cpu = resolve_model(model), Cpu(threads)
     models = {way: cpu_model(folder, dtype, cpu, kind) for way, (dtype, kind) in _WAYS.items()}
     drawn = _texts(Tokenizer.from_folder(folder), chats, tokens)
-    found = _against_the_first({way: (each, False) for way, each in models.items()}, cpu, drawn)
-    write_record(output, ways=found)
+    ways = _said({way: (each, False) for way, each in models.items()}, cpu, drawn)
+    write_record(output, ways=_compared(ways, next(iter(ways))))
 
 
 @app.command()
@@ -105,22 +111,39 @@ def keys(
     chats: int = 20,
     tokens: int = 512,
     threads: int = usable_cores(),
+    llama_python: Annotated[
+        str | None, typer.Option(help="Interpreter that has llama-cpp-python.")
+    ] = None,
     output: Path | None = None,
 ) -> None:
     """The same with keys and values in eight bits, against each type's own."""
     folder, cpu = resolve_model(model), Cpu(threads)
     drawn = _texts(Tokenizer.from_folder(folder), chats, tokens)
     dtypes: list[KernelDType] = ["bfloat16", "float32"]
-    exact = {dtype: cpu_model(folder, dtype, cpu) for dtype in dtypes}
-    found = dict[str, dict[str, dict[str, float]]]()
-    for dtype, other in zip(dtypes, reversed(dtypes), strict=True):
-        ways = {
-            f"exact, {dtype}": (exact[dtype], False),
-            f"int8 keys and values, {dtype}": (exact[dtype], True),
-            f"exact, {other}": (exact[other], False),
-        }
-        found[dtype] = _against_the_first(ways, cpu, drawn)
-    write_record(output, ways=found)
+    models = dict[str, _Way]()
+    for dtype in dtypes:
+        exact = cpu_model(folder, dtype, cpu)
+        models |= {dtype: (exact, False), f"{dtype}, int8 keys and values": (exact, True)}
+    ways = _said(models, cpu, drawn)
+    found = {dtype: _compared(ways, dtype) for dtype in dtypes}
+    llama = None if llama_python is None else _llama_keys(folder, drawn, llama_python, threads)
+    write_record(output, ways=found, llama=llama)
+
+
+def _llama_keys(
+    folder: Path, texts: Sequence[list[int]], python: str, threads: int
+) -> dict[str, float]:
+    """What q8_0 keys and values change in llama.cpp, whose default they are not."""
+    with tempfile.TemporaryDirectory() as place:
+        file = Path(place) / "float32.gguf"
+        convert(next(folder.glob("*.gguf")), file, "F32")
+        exact, rounded = (
+            _theirs(file, texts, python, threads, settings=settings)
+            for settings in ("context.flash_attn_type=1", _Q8_0)
+        )
+    found = _differences(rounded, exact)
+    print(f"llama.cpp, q8_0 keys and values: {found}", flush=True)
+    return found
 
 
 @app.command()
@@ -162,29 +185,37 @@ def _number(index: int) -> str:
     return str(random.Random(index).randint(1000, 9999))
 
 
-def _against_the_first(
-    ways: dict[str, _Way], cpu: Cpu, all_tokens: Sequence[list[int]]
-) -> dict[str, dict[str, float]]:
-    reported: dict[str, list[Tensor]] = {way: [] for way in ways}
-    favourites: dict[str, list[Tensor]] = {way: [] for way in ways}
-    equal = dict.fromkeys(ways, 0)
-    first = next(iter(ways))
-    for text in all_tokens:
-        half = text[: len(text) // 2]
-        answers = {way: _greedy(each, cpu, half) for way, each in ways.items()}
-        for way, each in ways.items():
-            logits = _logits_of(each, cpu, text)[:-1]
-            reported[way].append(_of_following(logits, text))
-            favourites[way].append(logits.argmax(-1))
-            equal[way] += sum(a == b for a, b in zip(answers[way], answers[first], strict=True))
-    exact, best = torch.cat(reported[first]), torch.cat(favourites[first])
-    print(f"{len(all_tokens)} texts, {len(exact)} tokens")
+@dataclass(frozen=True)
+class _Said:
+    """Of all texts: log probabilities of their tokens, the likeliest ones, and greedy tokens."""
+
+    reported: Tensor
+    favourites: Tensor
+    greedy: Tensor
+
+
+def _said(ways: dict[str, _Way], cpu: Cpu, texts: Sequence[list[int]]) -> dict[str, _Said]:
+    said = dict[str, _Said]()
+    for name, way in ways.items():
+        reported, favourites, greedy = list[Tensor](), list[Tensor](), list[Tensor]()
+        for text in tqdm(texts, desc=name):
+            logits = _logits_of(way, cpu, text)[:-1]
+            reported.append(_of_following(logits, text))
+            favourites.append(logits.argmax(-1))
+            greedy.append(torch.tensor(_greedy(way, cpu, text[: len(text) // 2])))
+        said[name] = _Said(torch.cat(reported), torch.cat(favourites), torch.cat(greedy))
+    return said
+
+
+def _compared(said: dict[str, _Said], with_: str) -> dict[str, dict[str, float]]:
+    base = said[with_]
+    print(f"against {with_}, {len(base.reported)} tokens:")
     found = dict[str, dict[str, float]]()
-    for way in ways:
-        same = float((torch.cat(favourites[way]) == best).double().mean())
-        share = equal[way] / GREEDY / len(all_tokens)
-        found[way] = _differences(torch.cat(reported[way]), exact)
-        found[way] |= {"same favourite": same, "greedy tokens equal": share}
+    for way, each in said.items():
+        found[way] = _differences(each.reported, base.reported) | {
+            "same favourite": float((each.favourites == base.favourites).double().mean()),
+            "greedy tokens equal": float((each.greedy == base.greedy).double().mean()),
+        }
         print(f"{way}: {found[way]}", flush=True)
     return found
 
@@ -245,8 +276,11 @@ def _in_float64(folder: Path, texts: Sequence[list[int]]) -> Tensor:
     return torch.cat([_of_following(row, text) for row, text in zip(rows, texts, strict=True)])
 
 
-def _theirs(file: Path, texts: Sequence[list[int]], python: str, threads: int) -> Tensor:
-    entry = Entry("llama.cpp", "with_llama_cpp", {"model": str(file.resolve())}, python)
+def _theirs(
+    file: Path, texts: Sequence[list[int]], python: str, threads: int, settings: str = ""
+) -> Tensor:
+    options = {"model": str(file.resolve()), "settings": settings}
+    entry = Entry("llama.cpp", "with_llama_cpp", options, python)
     shared = {"threads": threads, "max_tokens": max(map(len, texts)), "max_seqs": 1}
     with started(entry, shared, limit=600) as worker:
         return torch.tensor(

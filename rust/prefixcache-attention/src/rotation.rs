@@ -69,7 +69,8 @@ mod tests {
             rotate_key(&row, &mut rotated);
             for (at, got) in rotated.iter().enumerate() {
                 let first = at / block * block;
-                let sign = |i: usize| if (at & i).count_ones() % 2 == 0 { 1.0 } else { -1.0 };
+                let sign =
+                    |i: usize| if (at & i).count_ones().is_multiple_of(2) { 1.0 } else { -1.0 };
                 let want: f32 = (0..block).map(|i| sign(i) * row[first + i]).sum();
                 assert_eq!(*got, want, "{dims}: {at}");
             }

@@ -204,7 +204,8 @@ def test_the_root_of_hashes_tells_what_is_kept(folder: Path) -> None:
     ]
     infos = [one.engine.control.prefix_hash_info() for one in kept]
     assert [one.kv_dtype for one in kept] == ["float32", "float32", "int8"]
-    assert [one.arithmetic.endswith("/int8 kv, rotated keys") for one in infos] == [False, False, True]
+    ends = [one.arithmetic.endswith("/int8 kv, rotated keys") for one in infos]
+    assert ends == [False, False, True]
     assert infos[0] == infos[1]
     assert infos[0].root_hash != infos[2].root_hash
 

@@ -130,7 +130,8 @@ def _start_proxies(options: ServeOptions) -> int:
         serve.start(http_options=http_options)
     except _RAY_ERRORS as error:
         raise ConfigError(
-            f"Ray's HTTP servers did not start ({error}): start again when the machine is less busy"
+            f"Ray's HTTP servers did not start: {error} If they were not ready in time, "
+            "start again when the machine is less busy."
         ) from error
     return port
 

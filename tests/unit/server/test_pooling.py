@@ -14,12 +14,15 @@ import numpy as np
 import openai
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from prefixcache import LLM
 from prefixcache.config.pooling_mode import POOLING_FILE, read_pooling
 from prefixcache.exceptions import FieldError, ModelLoadError, UnsupportedModelError
 from prefixcache.models.hub import resolve_model
+from prefixcache.server.openai.embeddings import nine_digits
 from prefixcache.server.options.pooling import chosen_pooling
 from prefixcache.text.tokenization.tokenizer import Tokenizer
 from support.serving import MODEL, client_of, metric, serve_folder, served_folder
@@ -97,6 +100,17 @@ async def embed(client: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
 
 def rows(answer: dict[str, Any]) -> np.ndarray:
     return np.array([item["embedding"] for item in answer["data"]], np.float32)
+
+
+@given(st.lists(st.floats(-1, 1, width=32), min_size=1))
+def test_the_numbers_of_an_embedding_are_short_and_the_same_in_float32(
+    numbers: list[float],
+) -> None:
+    row = np.array(numbers, np.float32)
+    shown = nine_digits(row)
+    assert np.array_equal(np.array(shown, np.float32), row)
+    long = [x for x in shown if abs(x) > 1e-9 and x != float(f"{x:.9g}")]
+    assert not long
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -99,4 +100,12 @@ def _cut(row: Row, dimensions: int | None) -> Row:
 def _shown(row: Row, form: str | None) -> str | list[float]:
     if form == "base64":
         return base64.b64encode(row.astype("<f4").tobytes()).decode()
-    return row.tolist()
+    return nine_digits(row)
+
+
+def nine_digits(row: Row) -> list[float]:
+    """As many as tell float32 numbers apart; float64's seventeen take half as many bytes more."""
+    numbers = row.astype(np.float64)
+    magnitudes = np.abs(np.where(numbers == 0, 1, numbers))
+    scale = 10.0 ** (8 - np.floor(np.log10(magnitudes)))
+    return (np.rint(numbers * scale) / scale).tolist()

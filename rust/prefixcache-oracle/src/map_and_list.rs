@@ -41,6 +41,7 @@ impl<P: BlockStore> Measured for P {
         self.count_leading(keys.iter().copied())
     }
 
+    #[inline]
     fn find(&self, key: &BlockKey) -> Option<BlockId> {
         self.lookup(key)
     }
@@ -162,6 +163,7 @@ impl Measured for MapAndList {
         keys.iter().take_while(|key| self.find(key).is_some()).count()
     }
 
+    #[inline]
     fn find(&self, key: &BlockKey) -> Option<BlockId> {
         let mut at = self.buckets[self.bucket(key)];
         while at != 0 && self.blocks[at as usize].key != *key {

@@ -90,6 +90,10 @@ impl MultiPool {
         hits: &[BlockId],
         inside: &mut Inside<'_>,
     ) -> Result<usize, Exhausted> {
+        if hits.is_empty() {
+            inside.give_at_end(credits);
+            return Ok(0);
+        }
         let mut vacated = self.ring(Class::DEFAULT).vacated_slots();
         let end = self.size.end();
         let mut held = 0;
@@ -225,10 +229,15 @@ impl MultiPool {
     #[inline]
     pub(super) fn take_stale(&self, taking: &mut Taking<'_>) {
         for class in self.classes.stale() {
-            self.take_from_ring(class, taking, |id| !self.records.is_current(self.block(id)));
-            if taking.left() > 0 {
-                self.classes.unmark_stale(class);
-            }
+            self.take_stale_of(class, taking);
+        }
+    }
+
+    #[cold]
+    fn take_stale_of(&self, class: Class, taking: &mut Taking<'_>) {
+        self.take_from_ring(class, taking, |id| !self.records.is_current(self.block(id)));
+        if taking.left() > 0 {
+            self.classes.unmark_stale(class);
         }
     }
 

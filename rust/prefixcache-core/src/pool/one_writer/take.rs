@@ -32,8 +32,11 @@ impl Writer {
             out.truncate(first);
             return Err(Exhausted { needed, free: self.free });
         }
-        let hits = self.hit_all(&out[first..]);
-        out.truncate(first + hits);
+        let mut hits = 0;
+        if out.len() > first {
+            hits = self.hit_all(&out[first..]);
+            out.truncate(first + hits);
+        }
         self.hand_out(num_new, out);
         self.pool.counters.allocations.add_alone(num_new as u64);
         Ok(hits)

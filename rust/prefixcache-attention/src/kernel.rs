@@ -5,15 +5,15 @@ use std::ops::Range;
 
 use prefixcache_cpu::memory::prefetch;
 use prefixcache_cpu::tile::{MAX_HEIGHT, TileWork, heights, run_tile, widths};
-use prefixcache_cpu::{AlignedWords, Bf16, Form, Kernel, Lanes, OutOfMemory, Rows, RowsMut, Team};
+use prefixcache_cpu::{Bf16, Form, Kernel, Lanes, OutOfMemory, Rows, RowsMut, Team};
 
+use crate::Attention;
 use crate::codes::{CodeGroup, PanelNumber, dot_panels, group_at, unpack};
 use crate::kept::KvPages;
 use crate::paged::{GROUP, KvElement, TILE, holds_groups, pack_keys};
 use crate::plan::{Plan, Task};
-use crate::rotation::rotate_query;
+use crate::rotation::rotated_queries;
 use crate::state::{Sight, Workspace};
-use crate::{Attention, MAX_HEAD_DIM};
 
 /// Attends from each query to the keys of its sequence up to its own position.
 ///
@@ -47,6 +47,11 @@ pub fn attend<E: KvElement>(
     assert_eq!(cache.shape().1, page, "width of the cache");
     assert!(sinks.is_none_or(|sinks| sinks.len() == attention.heads), "sinks");
     assert!(cache.shape().0 >= plan.num_pages(), "rows of the cache");
+    let rotated = match cache {
+        KvPages::Numbers(_) => None,
+        KvPages::Codes(_) => Some(rotated_queries(form, team, attention, queries)?),
+    };
+    let queries = rotated.as_ref().map_or(queries, |rotated| Rows::new(rotated, width));
     let tasks = plan.tasks();
     team.try_run(tasks.len() * kv_heads, |number| {
         let (task, kv_head) = (&tasks[number / kv_heads], number % kv_heads);
@@ -112,9 +117,6 @@ impl<E: KvElement> Kernel for QueryRun<'_, E> {
         let rows = self.task.queries.len() * self.attention.group();
         let in_place = matches!(self.cache, KvPages::Numbers(_)) && self.holds_groups();
         let mut workspace = Workspace::new(rows, self.attention.head_dim, in_place)?;
-        if matches!(self.cache, KvPages::Codes(_)) {
-            workspace.queries = Some(self.rotated_queries(lanes, rows)?);
-        }
         let end = self.task.start + self.task.queries.len();
         let first = self.attention.first_seen(self.task.start) / TILE * TILE;
         for tile in (first..end).step_by(TILE) {
@@ -131,37 +133,6 @@ impl<E: KvElement> Kernel for QueryRun<'_, E> {
 }
 
 impl<E: KvElement> QueryRun<'_, E> {
-    /// The queries as keys that are codes are multiplied with, row by row.
-    #[inline(always)]
-    fn rotated_queries<L: Lanes>(
-        &self,
-        lanes: L,
-        rows: usize,
-    ) -> Result<AlignedWords, OutOfMemory> {
-        let dims = self.attention.head_dim;
-        let words = dims / E::PER_WORD;
-        let mut queries = AlignedWords::zeroed(rows.checked_mul(words).ok_or(OutOfMemory)?)?;
-        let mut rotated = [0.0; MAX_HEAD_DIM];
-        for (row, to) in queries.as_mut_slice().chunks_exact_mut(words).enumerate() {
-            rotate_query(self.query(row), &mut rotated[..dims]);
-            for d in (0..dims).step_by(L::LANES) {
-                // SAFETY: `dims` is a multiple of LANES, and both hold `dims` numbers.
-                unsafe {
-                    let numbers = lanes.load(rotated.as_ptr().add(d));
-                    E::store(lanes, to.as_mut_ptr().cast::<E>().add(d), numbers);
-                }
-            }
-        }
-        Ok(queries)
-    }
-
-    /// The query of a row.
-    #[inline(always)]
-    fn query(&self, row: usize) -> &[E] {
-        let (token, start) = self.place(row);
-        &self.queries.row(token)[start..][..self.attention.head_dim]
-    }
-
     /// The keys and values of the tile before `end`; zeros stand for those behind every row's
     /// window, whose pages may have been given away.
     #[inline(always)]
@@ -558,9 +529,9 @@ impl<E: KvElement, L: Lanes> Scores<'_, '_, E, L> {
     fn of<P: PanelNumber<E>, const H: usize, const W: usize>(self) {
         let Self { fetch, run, lanes, row, column, panels, workspace } = self;
         let dims = run.attention.head_dim;
-        let mut rows: [*const u32; H] = from_fn(|r| match &workspace.queries {
-            None => run.query(row + r).as_ptr().cast(),
-            Some(rotated) => rotated.as_slice()[(row + r) * dims / E::PER_WORD..].as_ptr(),
+        let mut rows: [*const u32; H] = from_fn(|r| {
+            let (token, start) = run.place(row + r);
+            run.queries.row(token)[start..start + dims].as_ptr().cast()
         });
         let mut acc = [[lanes.splat(0.0); W]; H];
         // SAFETY: the groups up to `column + W * LANES` hold keys that a row sees.

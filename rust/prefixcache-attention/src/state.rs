@@ -23,8 +23,6 @@ pub(crate) struct Workspace {
     pub(crate) probabilities: AlignedWords,
     /// `[rows, D]`: weighted sums of values, in `f32`.
     pub(crate) sums: AlignedWords,
-    /// `[rows, D / numbers a word]`: rotated queries, where keys are codes.
-    pub(crate) queries: Option<AlignedWords>,
     /// One a row.
     pub(crate) softmax: Vec<Softmax>,
 }
@@ -41,7 +39,6 @@ impl Workspace {
             scores: AlignedWords::zeroed(MAX_HEIGHT * TILE)?,
             probabilities: AlignedWords::zeroed(MAX_HEIGHT * TILE)?,
             sums: AlignedWords::zeroed(rows.checked_mul(head_dim).ok_or(OutOfMemory)?)?,
-            queries: None,
             softmax: filled(Softmax::default(), rows, 1)?,
         })
     }

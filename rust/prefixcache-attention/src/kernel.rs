@@ -21,7 +21,7 @@ use crate::state::{Sight, Workspace};
 /// Where there are `sinks`, each head has one: a score, not scaled, of a key whose value is zero.
 ///
 /// # Errors
-/// There is no memory for the sums of a task; some rows of `out` are not written then.
+/// There is no memory for rotated queries or the sums of a task; some rows of `out` are not written then.
 ///
 /// # Panics
 /// The shapes do not fit each other or the plan.

@@ -12,6 +12,9 @@ use prefixcache_cpu::{Element, Form, Kernel, Lanes, OutOfMemory, Rows, RowsMut, 
 use crate::{Attention, MAX_HEAD_DIM};
 
 /// Queries [T, H * D] as they are multiplied with rotated keys.
+///
+/// Apart from the kernel of attention: with this inside it, decode took 1.2 times as long, as its loops are compiled
+/// another way.
 pub(crate) fn rotated_queries<E: Element>(
     form: Form,
     team: &Team,

@@ -495,9 +495,11 @@ def live(setup: Setup, work: list[Arrival], folder: Path) -> int:
 @given(setup=setups(resizes.filter(bool)), work=st.lists(arrivals, min_size=1, max_size=10))
 def test_kept_blocks_are_right_in_each_life(setup: Setup, work: list[Arrival]) -> None:
     """Pools of several parts in a file change their size, and the next life takes what is there."""
+    gc.freeze()  # What all tests have loaded: looking through it took most of the time.
     with TemporaryDirectory() as folder:
         for _ in range(2):
             live(setup, work, Path(folder))
+    gc.unfreeze()
 
 
 def test_a_life_begins_with_what_was_kept(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
-"""Writes a BF16 or F32 copy of a GGUF file: matrices in that type, vectors as they are.
+"""Writes a BF16 copy of a GGUF file: matrices in bfloat16, vectors as they are.
 
 gguf_bf16.py SOURCE.gguf TARGET.gguf
+
+`convert` can keep matrices in float32 too.
 """
 
 from __future__ import annotations

@@ -479,6 +479,7 @@ def test_random_requests_get_their_lone_answers(setup: Setup, work: list[Arrival
 
 def live(setup: Setup, work: list[Arrival], folder: Path) -> int:
     """A life of a cache in a folder, whose file has small parts; the blocks that it began with."""
+    gc.freeze()  # What all tests have loaded: looking through it took most of the time.
     with mock.patch.object(kv_memory, "_FILL_BYTES", 4 * mmap.PAGESIZE):
         run = Run(setup, folder)
         run.drive(work)
@@ -487,6 +488,7 @@ def live(setup: Setup, work: list[Arrival], folder: Path) -> int:
     assert file is not None
     del run
     gc.collect()  # The cache ends with the last reference, and all that it publishes is kept.
+    gc.unfreeze()
     file.close()
     return file.num_restored
 
@@ -495,11 +497,9 @@ def live(setup: Setup, work: list[Arrival], folder: Path) -> int:
 @given(setup=setups(resizes.filter(bool)), work=st.lists(arrivals, min_size=1, max_size=10))
 def test_kept_blocks_are_right_in_each_life(setup: Setup, work: list[Arrival]) -> None:
     """Pools of several parts in a file change their size, and the next life takes what is there."""
-    gc.freeze()  # What all tests have loaded: looking through it took most of the time.
     with TemporaryDirectory() as folder:
         for _ in range(2):
             live(setup, work, Path(folder))
-    gc.unfreeze()
 
 
 def test_a_life_begins_with_what_was_kept(tmp_path: Path) -> None:

@@ -2,9 +2,10 @@
 //!
 //! What a token has in one head, a row of keys or of values, is rounded alone, keys after a rotation that queries share
 //! (`rotation.rs`). Its scale is its largest magnitude divided by 127, in `f32`; its codes are its numbers divided by
-//! the scale, rounded to the nearest integer, halves to even. A row is the same codes whatever is computed with it, in every form. Every reader reads the codes, also those
-//! of the step's own tokens, so a hit reads what a miss does. A row whose scale would be no normal number is zeros; one
-//! that holds a number which is not finite has NaN for its scale, which shows in what is read.
+//! the scale, rounded to the nearest integer, halves to even. A row is the same codes whatever is computed with it, in
+//! every form. Every reader reads the codes, also those of the step's own tokens, so a hit reads what a miss does. A row
+//! whose scale would be no normal number is zeros; one that holds a number which is not finite, once a key is rotated,
+//! has NaN for its scale, which shows in what is read.
 //!
 //! A page holds its heads one after the other, a head its groups of 16 tokens, each in the order in which it is read:
 //!

@@ -20,6 +20,13 @@ pyo3::create_exception!(
     "Another process, or another store of this one, has the folder."
 );
 
+/// As the system's call raises it in Python: its subclass by the number, and the folder.
+fn os_error(error: &std::io::Error, folder: PathBuf) -> PyErr {
+    let text = error.to_string();
+    let reason = text.split(" (os error").next().unwrap_or(&text).to_owned();
+    PyOSError::new_err((error.raw_os_error(), reason, folder))
+}
+
 /// Where the bytes of a buffer begin, and how many there are.
 type Place = (usize, usize);
 
@@ -46,7 +53,7 @@ impl Store {
         }
         let values = py.detach(|| Values::open(&folder, max_bytes, threads));
         let values = values.map_err(|error| match error {
-            OpenError::Io(error) => error.into(),
+            OpenError::Io(error) => os_error(&error, folder),
             OpenError::InUse(_) => StoreInUseError::new_err(error.to_string()),
             OpenError::NotPrivate(_) | OpenError::NoRoom(_) => {
                 PyOSError::new_err(error.to_string())

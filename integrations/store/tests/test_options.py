@@ -9,7 +9,7 @@ import pytest
 from prefixcache_store.options import positive
 
 
-@pytest.mark.parametrize("value", ["9", None, [9], 0, -9, math.nan, math.inf])
+@pytest.mark.parametrize("value", ["9", None, [9], True, 0, -9, math.nan, math.inf])
 def test_what_is_no_positive_number_is_named(value: object) -> None:
     with pytest.raises(ValueError, match='The option "max_bytes" must be a positive number'):
         positive("max_bytes", value)

@@ -247,6 +247,13 @@ def test_a_folder_that_others_may_open_is_refused(tmp_path):
         Store(tmp_path, 1 << 20)
 
 
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "notes").touch()
+    with pytest.raises(NotADirectoryError, match=r"Not a directory: .*notes/values") as raised:
+        Store(tmp_path / "notes" / "values", 1 << 20)
+    assert raised.value.filename == str(tmp_path / "notes" / "values")
+
+
 def test_files_of_others_stay_and_count(tmp_path):
     folder = tmp_path / "values"
     folder.mkdir(mode=0o700)

@@ -7,6 +7,6 @@ import math
 
 def positive(name: str, value: object) -> int | float:
     """The value. Raises `ValueError`, which names the option, if it is no positive number."""
-    if isinstance(value, int | float) and 0 < value < math.inf:
+    if isinstance(value, int | float) and value is not True and 0 < value < math.inf:
         return value
     raise ValueError(f'The option "{name}" must be a positive number, not {value!r}.')

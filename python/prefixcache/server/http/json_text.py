@@ -18,12 +18,15 @@ _QUOTED_MARK = to_json(_MARK)
 
 
 class Written:
-    """A value whose JSON text is written now, in pieces, to be a part of texts later."""
+    """A value whose JSON text is written now, in pieces, to be a part of texts later.
+
+    Bytes are such a text already.
+    """
 
     __slots__ = ("pieces",)
 
     def __init__(self, value: object) -> None:
-        self.pieces = [*_pieces(value)]
+        self.pieces = [value] if isinstance(value, bytes) else [*_pieces(value)]
 
 
 def json_response(text: bytes) -> Response:

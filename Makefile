@@ -88,9 +88,9 @@ model: setup                       ## the default model, fetched once
 
 environments: .venv/.dev .venv-clients/.built .venv-docs/.built .venv-release/.built
 
-# Features of dependencies are those of the packages that are named: with others `pip` and `clippy` compile all again.
 rust-builds:                       ## compile what the set-up and Rust's tests need, while .ci/run fetches packages
-	cargo build --release --package prefixcache-py --features pyo3/extension-module --quiet
+	cargo build $(EXTENSION) --quiet
+	$(KERNEL_TESTS) --no-run
 	$(RUST_TESTS) --no-run
 
 test: setup-dev                    ## what a change must pass (WORKERS=..., COVERAGE=1: slow tests too, 95 % of the package)
@@ -175,9 +175,16 @@ test-clients: setup model .venv-clients/.built ## popular clients against a serv
 	$(call install,.venv-clients,--no-deps -r requirements/clients-no-deps.txt)
 	touch $@
 
-RUST_TESTS := cargo test --workspace --tests --quiet
+# Features of dependencies are those of the packages that are named: with others all is compiled again. So kernels,
+# half of what there is to compile, are compiled once, as they are shipped.
+KERNEL_CRATES := cpu ops attention decoder sampler
+KERNELS       := $(KERNEL_CRATES:%=--package prefixcache-%)
+EXTENSION     := --release --package prefixcache-py --features pyo3/extension-module
+KERNEL_TESTS  := cargo test $(EXTENSION) $(KERNELS) --tests --quiet
+RUST_TESTS    := cargo test --workspace $(KERNEL_CRATES:%=--exclude prefixcache-%) --tests --quiet
 
 test-rust:
+	$(KERNEL_TESTS)
 	$(RUST_TESTS)
 
 test-python: setup-dev $(if $(COVERAGE),model)
@@ -187,7 +194,6 @@ test-wheel: setup model            ## the wheel in empty environments: the cache
 	$(BIN)/python tests/wheel.py
 
 AARCH64 := aarch64-unknown-linux-gnu
-KERNELS := $(patsubst %,--package prefixcache-%,cpu ops attention decoder sampler)
 
 lint: lint-rust lint-python         ## format, clippy, documentation, types, imports
 
@@ -230,8 +236,8 @@ sanitize: fuzz-build               ## the stress test under AddressSanitizer, as
 	PREFIXCACHE_STRESS_SECONDS=$(STRESS_SECONDS) $(FUZZ_CARGO) test $(FUZZ_PROFILE) --test stress_pool
 
 # A read behind an array's end shows nowhere else, unless a mapping ends there. A huge allocation is to be refused.
-sanitize-kernels:                  ## the CPU kernels' tests under AddressSanitizer, in this processor's forms
-	RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=address ASAN_OPTIONS=allocator_may_return_null=1 \
+sanitize-kernels:                  ## the CPU kernels' tests under AddressSanitizer and with debug assertions, in this processor's forms
+	RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=address -Cdebug-assertions -Coverflow-checks" ASAN_OPTIONS=allocator_may_return_null=1 \
 	  cargo test --release --tests --quiet --target $(HOST) --target-dir target/sanitize $(KERNELS)
 
 proofs:                            ## loom, sanitize and fuzz in parallel

@@ -105,15 +105,16 @@ def test_the_readme_is_short_and_answers_five_questions_first() -> None:
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 
-def test_numbers_of_the_readme_are_those_of_its_rows(page: ModuleType) -> None:
+def test_numbers_of_pages_are_those_of_their_rows(page: ModuleType) -> None:
     rows = {row.id: row for row in page.settings()[0]}
-    # Bullets and rows of tables.
+    pages = (README, ROOT / "docs/guides/several-tokens.md")
+    # Bullets and rows of tables, with what follows them.
     claims = re.findall(
         r"^[-|]((?:(?!^[-|]).)*?)<!-- rows: ([\w ]+) -->",
-        README.read_text(),
+        "\n".join(path.read_text() for path in pages),
         re.MULTILINE | re.DOTALL,
     )
-    assert len(claims) == 4
+    assert len(claims) == 5
     for text, named in claims:
         said = " ".join(rows[one].said(page.read(rows[one].record)) for one in named.split())
         numbers = re.findall(r"\b\d+\.\d+(?!B)\b", text)

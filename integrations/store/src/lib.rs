@@ -24,7 +24,7 @@ pyo3::create_exception!(
 fn os_error(error: &std::io::Error, folder: PathBuf) -> PyErr {
     let text = error.to_string();
     let reason = text.split(" (os error").next().unwrap_or(&text).to_owned();
-    PyOSError::new_err((error.raw_os_error(), reason, folder))
+    PyOSError::new_err((error.raw_os_error(), reason, folder.into_os_string()))
 }
 
 /// Where the bytes of a buffer begin, and how many there are.

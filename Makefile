@@ -46,7 +46,7 @@ SLOW     := (slow or model)
 SPREAD   := --numprocesses=$(WORKERS) --maxprocesses=8 --dist=loadfile --no-loadscope-reorder
 PYTEST   := $(BIN)/pytest --quiet $(SPREAD)
 
-.PHONY: help setup setup-dev environments rust-builds model serve test test-slow test-long test-lowest test-store vllm vllm-cpu sglang test-clients test-ray test-rust test-python test-wheel proofs format clean docs
+.PHONY: help setup setup-dev environments rust-builds model serve test test-slow test-long test-lowest test-store vllm vllm-cpu sglang test-clients test-ray test-rust test-kernels test-python test-wheel proofs format clean docs
 .PHONY: lint lint-rust lint-python lint-style lint-deploy dist audit licences nightly
 .PHONY: kills equality loom shuttle stress sanitize sanitize-kernels corpus fuzz fuzz-build fuzz-merge soak bench bench-row bench-restart bench-disk bench-peers bench-core bench-hybrid bench-elastic bench-replicas bench-fleet bench-eviction bench-gpu-dry
 
@@ -175,8 +175,8 @@ test-clients: setup model .venv-clients/.built ## popular clients against a serv
 	$(call install,.venv-clients,--no-deps -r requirements/clients-no-deps.txt)
 	touch $@
 
-# Features of dependencies are those of the packages that are named: with others all is compiled again. So kernels,
-# half of what there is to compile, are compiled once, as they are shipped.
+# Cargo compiles a dependency again where the named packages ask it for other features. The kernels' tests name the
+# extension too, and so take the kernels that were compiled for it: those are most of what there is to compile.
 KERNEL_CRATES := cpu ops attention decoder sampler
 KERNELS       := $(KERNEL_CRATES:%=--package prefixcache-%)
 EXTENSION     := --release --package prefixcache-py --features pyo3/extension-module
@@ -186,6 +186,9 @@ RUST_TESTS    := cargo test --workspace $(KERNEL_CRATES:%=--exclude prefixcache-
 test-rust:
 	$(KERNEL_TESTS)
 	$(RUST_TESTS)
+
+test-kernels:                      ## the CPU kernels' tests with debug assertions, which `make test` leaves to .ci/run
+	cargo test $(KERNELS) --tests --quiet
 
 test-python: setup-dev $(if $(COVERAGE),model)
 	$(PYTEST) $(if $(COVERAGE),--cov --cov-report=term:skip-covered --cov-fail-under=95,-m "not $(SLOW)")
@@ -236,8 +239,8 @@ sanitize: fuzz-build               ## the stress test under AddressSanitizer, as
 	PREFIXCACHE_STRESS_SECONDS=$(STRESS_SECONDS) $(FUZZ_CARGO) test $(FUZZ_PROFILE) --test stress_pool
 
 # A read behind an array's end shows nowhere else, unless a mapping ends there. A huge allocation is to be refused.
-sanitize-kernels:                  ## the CPU kernels' tests under AddressSanitizer and with debug assertions, in this processor's forms
-	RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=address -Cdebug-assertions -Coverflow-checks" ASAN_OPTIONS=allocator_may_return_null=1 \
+sanitize-kernels:                  ## the CPU kernels' tests under AddressSanitizer, in this processor's forms
+	RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=address ASAN_OPTIONS=allocator_may_return_null=1 \
 	  cargo test --release --tests --quiet --target $(HOST) --target-dir target/sanitize $(KERNELS)
 
 proofs:                            ## loom, sanitize and fuzz in parallel

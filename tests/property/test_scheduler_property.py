@@ -479,7 +479,7 @@ def test_random_requests_get_their_lone_answers(setup: Setup, work: list[Arrival
 
 def live(setup: Setup, work: list[Arrival], folder: Path) -> int:
     """A life of a cache in a folder, whose file has small parts; the blocks that it began with."""
-    gc.freeze()  # What tests have loaded since their collection: to look through it took most of the time.
+    gc.freeze()  # What tests have loaded so far: looking through it took most of the time.
     with mock.patch.object(kv_memory, "_FILL_BYTES", 4 * mmap.PAGESIZE):
         run = Run(setup, folder)
         run.drive(work)

@@ -479,7 +479,7 @@ def test_random_requests_get_their_lone_answers(setup: Setup, work: list[Arrival
 
 def live(setup: Setup, work: list[Arrival], folder: Path) -> int:
     """A life of a cache in a folder, whose file has small parts; the blocks that it began with."""
-    gc.freeze()  # What tests have loaded so far: looking through it took most of the time.
+    gc.freeze()  # What all tests have loaded: looking through it took most of the time.
     with mock.patch.object(kv_memory, "_FILL_BYTES", 4 * mmap.PAGESIZE):
         run = Run(setup, folder)
         run.drive(work)
@@ -488,6 +488,7 @@ def live(setup: Setup, work: list[Arrival], folder: Path) -> int:
     assert file is not None
     del run
     gc.collect()  # The cache ends with the last reference, and all that it publishes is kept.
+    gc.unfreeze()
     file.close()
     return file.num_restored
 
